@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import NamedTuple
 
-from minithink.commands import Parser, exit_code
+from minithink.cli.commands import Parser, exit_code
 
 PROGRAM = "minithink"
 
@@ -29,7 +29,7 @@ COMMANDS = {
     "calibrate": Command("minithink.calibrate.__main__", "measure or train what some policies must know of a model"),
     "analysis": Command("minithink.analysis.__main__", "test what the methods take for granted"),
     "bench": Command("minithink.bench.__main__", "measure speed, memory and accuracy; write the tables of the pages"),
-    "train": Command("minithink.train", "train a small reasoning model, as the embedded one was"),
+    "train": Command("minithink.train.__main__", "train a small reasoning model, as the embedded one was"),
     "prepare": Command("minithink.tasks.prepare", "write the tokenizer and the problems of the embedded model"),
 }
 

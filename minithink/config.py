@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.errors import MinithinkError, listed, named, quoted, reason
-from minithink.files import read_bytes
+from minithink.results.files import read_bytes
 
 ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from minithink import calibration as files
-from minithink import memory
 from minithink.backend import choose, device_of
-from minithink.chat import start_child
+from minithink.checkpoint import calibration as files
+from minithink.checkpoint import memory
+from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.generation import DRAWING, GenerationConfig
@@ -37,8 +37,8 @@ from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Result, Track
 from minithink.stream import Stream, prompts_at_once
-from minithink.tokenizer import Tokenizer
-from minithink.weights import load_decoder, resolve
+from minithink.text.chat import start_child
+from minithink.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

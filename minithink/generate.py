@@ -22,13 +22,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minithink.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
-from minithink.cores import MANY, Interruptions
+from minithink.cli.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
+from minithink.cli.cores import MANY, Interruptions
+from minithink.cli.process import INTERRUPTED
+from minithink.cli.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
+from minithink.cli.terminal import Screen, counter, until_interrupted
 from minithink.errors import NON_FINITE, UsageError, escaped, quoted
-from minithink.looped import looped
-from minithink.process import INTERRUPTED
-from minithink.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
-from minithink.terminal import Screen, counter, until_interrupted
+from minithink.text.looped import looped
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
     from minithink.engine import Engine

@@ -14,7 +14,7 @@ from typing import Any
 from minithink.config import GENERATION, ModelConfig, as_ids, read_json
 from minithink.errors import listed, named, quoted
 from minithink.sampling import COLDEST, DRAWS, is_whole
-from minithink.tokenizer import Tokenizer
+from minithink.text.tokenizer import Tokenizer
 
 FILE = "generation_config.json"
 DRAWING = tuple(name for name in DRAWS if name != "seed")  # what a checkpoint may recommend

@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from minithink import calibration
+from minithink.checkpoint import calibration
 from minithink.errors import MinithinkError
 from minithink.model import Decoder, Rope
-from minithink.tokenizer import Tokenizer
+from minithink.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

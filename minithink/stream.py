@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
-from minithink import diagnosis
+from minithink.checkpoint.memory import is_out_of_memory
 from minithink.errors import NON_FINITE, MinithinkError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
@@ -25,15 +25,15 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.policy_errors import explained
 from minithink.kv.recorder import Recorder
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
-from minithink.looped import looped
-from minithink.memory import is_out_of_memory
-from minithink.policy_errors import explained
+from minithink.reread import diagnosis
 from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
 from minithink.sequence import Chunk, Result, Track
-from minithink.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
+from minithink.text.looped import looped
+from minithink.text.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
 LOOP_EVERY = 32  # tokens after which a sequence is looked at for a loop, if loops end it
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations

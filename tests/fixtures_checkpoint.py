@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from minithink.checkpoint.weights import save_checkpoint
 from minithink.engine import Engine, load
-from minithink.weights import save_checkpoint
 from tests.strategies import example_config, random_decoder
 
 CONTEXT = 128  # tokens

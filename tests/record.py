@@ -26,12 +26,12 @@ def write(name: str, reporter: Any, examples: str) -> None:
     """
     import torch
 
-    from minithink import results
+    from minithink.results import record
 
-    path = results.default_path(name)
-    result = results.new(name, [], "cuda" if torch.cuda.is_available() else "cpu")
+    path = record.default_path(name)
+    result = record.new(name, [], "cuda" if torch.cuda.is_available() else "cpu")
     result["command"] = command_of(name, reporter.config.invocation_params.args)
-    earlier = results.read(path) if path.exists() else {"measurements": []}
+    earlier = record.read(path) if path.exists() else {"measurements": []}
     about = {key: result[key] for key in ("date", "commit", "machine")}
     files = {line["file"]: line for line in earlier["measurements"] if exists(line["file"], reporter)}
     files |= {file: {**counts, **about} for file, counts in count(reporter.stats).items()}
@@ -40,7 +40,7 @@ def write(name: str, reporter: Any, examples: str) -> None:
         result["parts"] = parts(earlier.get("parts", []), result["command"], reporter)
     result["measurements"] = [files[file] for file in sorted(files)]
     result["complete"] = True
-    results.write(path, result)
+    record.write(path, result)
 
 
 def command_of(name: str, words: Any) -> str:

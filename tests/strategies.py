@@ -116,7 +116,7 @@ def random_weights(shapes: dict[str, torch.Size], seed: int) -> dict[str, torch.
 
 def random_decoder(config: ModelConfig, seed: int = 0) -> Decoder:
     """A decoder with `random_weights`."""
-    from minithink.weights import tensors_of
+    from minithink.checkpoint.weights import tensors_of
 
     decoder = Decoder(config).requires_grad_(False)
     views = tensors_of(decoder)

@@ -28,7 +28,7 @@ from minithink.policies import parse
 from minithink.policies.window import Window
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
 from minithink.sequence import Chunk, Result
-from minithink.thinking import Stage, split_thinking
+from minithink.text.thinking import Stage, split_thinking
 from tests.compare import assert_same, margins
 from tests.drive import prompt_logits
 from tests.fixtures_checkpoint import CONTEXT, SPECIAL, edit_json, write_checkpoint, write_json
@@ -401,7 +401,7 @@ def test_the_empty_name_of_a_model() -> None:
 def test_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for 100 tokens: what fits runs, what does not is refused with what would."""
     per_token = engine.config.kv_bytes_per_token(4)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: 100 * per_token)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: 100 * per_token)
     prompt = [9] * 10
     assert engine.stream([prompt] * 4, max_new_tokens=20).batch_size == 3
     assert engine.stream([prompt] * 4, max_new_tokens=20, batch_size=3).batch_size == 3
@@ -417,7 +417,7 @@ def test_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_limit_the_memory_limits(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room for 100 tokens, of which 80 may be used where nobody asked for more."""
     per_token = engine.config.kv_bytes_per_token(4)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: 100 * per_token)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: 100 * per_token)
     play(monkeypatch, [[9] * CONTEXT] * 2)
     results = engine.generate([[9] * 10, [9] * 30])
     assert [(r.generated_tokens, r.finish_reason) for r in results] == [(70, "length"), (50, "length")]
@@ -428,7 +428,7 @@ def test_without_a_limit_the_memory_limits(engine: Engine, monkeypatch: pytest.M
         engine.stream([[9] * 10], max_new_tokens=CONTEXT - 10)
     with pytest.raises(MinithinkError, match="Out of memory"):
         engine.stream([[9] * 80])  # no room for a single token
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: CONTEXT * per_token * 10 // 8)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: CONTEXT * per_token * 10 // 8)
     [sequence] = engine.stream([[9] * 10]).sequences
     assert (sequence.limit, sequence.limit_reason) == (CONTEXT - 10, "context"), "all of it fits"
 
@@ -436,10 +436,10 @@ def test_without_a_limit_the_memory_limits(engine: Engine, monkeypatch: pytest.M
 def test_weights_that_do_not_fit(checkpoint: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(p.numel() for p in engine.decoder.parameters())
     tables = engine.rope.cos.nbytes + engine.rope.sin.nbytes
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: 4 * count + tables)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: 4 * count + tables)
     load(checkpoint, device="cpu")
     for free, fix in ((4 * count + tables - 1, "--dtype bfloat16"), (2 * count, "a smaller model")):
-        monkeypatch.setattr("minithink.memory.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device, free=free: free)
         with pytest.raises(MinithinkError, match=f"{count:,} parameters in float32.*MiB are free on cpu: use {fix}"):
             load(checkpoint, device="cpu")
 
@@ -622,7 +622,7 @@ def test_which_cache_is_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert chosen(cache="paged") is KVManager
     paged = bytes_for(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
     assert paged < plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: paged)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: paged)
     assert chosen(policy=policy) is KVManager
 
 
@@ -636,7 +636,7 @@ def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     def needed(rows: int) -> int:
         return bytes_for(engine.config, parse("quant:fmt=int8"), torch.float32, rows=rows, tokens=30, prompt=10)
 
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: needed(3))
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: needed(3))
     options: dict[str, Any] = {"max_new_tokens": 20, "policy": "quant:fmt=int8"}
     prompts = [[9] * 4, *[[9] * 10] * 4]
     stream = engine.stream(prompts, **options)
@@ -645,9 +645,9 @@ def test_memory_under_a_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     sizes = f"may need {needed(4) / 2**20:,.0f} MiB and {needed(3) / 2**20:,.0f} MiB are free"
     with pytest.raises(MinithinkError, match=f"4 sequences of up to 30 tokens {sizes}: use --batch-size 3 or"):
         engine.stream(prompts, batch_size=4, **options)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: needed(3) - 1)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: needed(3) - 1)
     assert engine.stream(prompts, **options).batch_size == 2
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: needed(1) - 1)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: needed(1) - 1)
     with pytest.raises(MinithinkError, match=r"1 sequence of .* use fewer --max-new-tokens\."):
         engine.stream([[9] * 10], **options)
     with pytest.raises(MinithinkError, match="fewer --max-new-tokens or a smaller --budget"):
@@ -676,7 +676,7 @@ def test_an_estimate_leaves_the_policy_alone(engine: Engine) -> None:
 def test_without_a_limit_a_policy_goes_further(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory of 40 tokens of a full cache is enough for a window, however long the text becomes."""
     full = 40 * engine.config.kv_bytes_per_token(4)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: full * 10 // 8)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: full * 10 // 8)
     play(monkeypatch, [[9] * CONTEXT])
     assert engine.generate([[9] * 10])[0].generated_tokens == 30
     play(monkeypatch, [[9] * CONTEXT])
@@ -697,7 +697,7 @@ def test_without_a_limit_a_policy_takes_what_fits_and_no_more(
     for spare in (0, 1):
         free = 2 * (needed(tokens) - spare)
         room = max(n for n in range(20, CONTEXT + 1) if 2 * needed(n) <= free)
-        monkeypatch.setattr("minithink.memory.free_bytes", lambda device, free=free: free)
+        monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device, free=free: free)
         stream = engine.stream([[9] * 10, [9] * 20], policy="quant:fmt=int8", batch_size=2)
         reason = "context" if room == CONTEXT else "length"
         assert [(s.limit, s.limit_reason) for s in stream.sequences] == [(room - 10, reason), (room - 20, reason)]

@@ -793,7 +793,7 @@ def test_bad_prompt_files(
 def test_prompts_that_are_too_long_or_endless_are_refused(
     capsys: Capture, monkeypatch: Any, model: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("minithink.prompts.LONGEST", 1000)
+    monkeypatch.setattr("minithink.cli.prompts.LONGEST", 1000)
     path = tmp_path / "p.txt"
     path.write_text("a" * 1001)
     for endless in (path, "/dev/zero"):
@@ -843,7 +843,7 @@ def test_no_such_model(capsys: Capture, monkeypatch: Any, model: str) -> None:
 
 def test_out_of_memory(capsys: Capture, model: Any, monkeypatch: Any) -> None:
     free = iter([2**30, 2**14])  # for the weights, for keys and values
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: next(free))
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: next(free))
     fails(capsys, 1, "Out of memory.*use --max-new-tokens", *model, "a", "--max-new-tokens", 100)
 
 
@@ -896,7 +896,7 @@ def one_thread_again() -> Iterator[None]:
 def test_one_thread_is_advised_where_cores_are_busy(
     capsys: Capture, monkeypatch: Any, model: Any, one_thread_again: None, interrupted: float, argv: Any, hinted: bool
 ) -> None:
-    monkeypatch.setattr("minithink.cores.Interruptions.a_second", lambda self: interrupted)
+    monkeypatch.setattr("minithink.cli.cores.Interruptions.a_second", lambda self: interrupted)
     assert main(*model, "a", *SHORT, *argv) == 0
     assert torch.get_num_threads() == argv[1]
     said = capsys.readouterr().err

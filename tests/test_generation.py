@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from minithink.generation import DRAWING, ONE_TOKEN, READ, SILENT, GenerationConfig
 from minithink.sampling import COLDEST, SamplingParams
-from minithink.tokenizer import Tokenizer
+from minithink.text.tokenizer import Tokenizer
 from tests.strategies import example_config
 
 CONFIG = example_config(max_position=512, eos_token_ids=(7,))  # 61 tokens

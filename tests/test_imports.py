@@ -36,24 +36,30 @@ ALLOWED = {
         "minithink.kv.stack",
         "minithink.quant",
         "minithink.errors",
-        "minithink.sentences",
-        "minithink.thoughts",
+        "minithink.text.sentences",
+        "minithink.text.thoughts",
         "minithink.ref.lrfu",
         # for the oracles, which read whole texts with the model
-        "minithink.foresight",
+        "minithink.reread.later",
         "minithink.loaded",
         "minithink.tasks.needs_follower",
     ),
     "minithink.model": ("minithink.backend", "minithink.config", "minithink.errors"),
-    "minithink.tasks": ("minithink.tasks", "minithink.commands", "minithink.errors", "minithink.tokenizer"),
+    "minithink.tasks": ("minithink.tasks", "minithink.cli.commands", "minithink.errors", "minithink.text.tokenizer"),
 }
 # package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
 # nothing imports these, except themselves
 LEAVES = (
-    "calibrate", "evaluate", "analysis", "trace", "experiments", "bench", "train", "train_data", "muon", "widen",
+    "calibrate",
+    "evaluate",
+    "analysis",
+    "trace",
+    "experiments",
+    "bench",
+    "train",
     "generate",
-)  # fmt: skip
+)
 # … except modules that record traces, and measurements of evaluations
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
@@ -61,25 +67,39 @@ PERMITTED = (
     ("minithink.bench", "minithink.experiments"),
     ("minithink.bench", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
-    # … and training, which has four modules
-    ("minithink.train", "minithink.train_data"),
-    ("minithink.train", "minithink.muon"),
-    ("minithink.train", "minithink.widen"),
 )
 # modules below the engine, which import neither it nor what stands above it
 BELOW = tuple(
     f"minithink.{name}"
     for name in (
-        "backend", "calibration", "chat", "commands", "config", "cores", "errors", "figures", "files", "generation",
-        "foresight", "hub", "importance", "loaded", "reading", "sequence",
-        "intervals", "kernels", "kv", "memory", "model", "openings", "pieces", "policies", "policy_errors",
-        "progress", "quant", "ref",
-        "sampling", "sentences", "sources", "tasks", "thinking", "thoughts", "tokenizer", "user_code",
-        "weights",
-        "chat_child", "looped", "process",
+        "backend",
+        "checkpoint",
+        "cli",
+        "config",
+        "errors",
+        "generation",
+        "kernels",
+        "kv",
+        "loaded",
+        "model",
+        "policies",
+        "quant",
+        "ref",
+        "reread",
+        "sampling",
+        "sequence",
+        "tasks",
+        "text",
+        # of the results all but the record of a run, which names the engine
+        "results.figures",
+        "results.files",
+        "results.origin",
+        "results.progress",
+        "results.sources",
+        "results.user_code",
     )
-)  # fmt: skip
-ABOVE = ("engine", "stream", "results", *LEAVES)
+)
+ABOVE = tuple(f"minithink.{name}" for name in ("engine", "stream", "results.record", *LEAVES))
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
     "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905
@@ -129,9 +149,11 @@ def violations(name: str, source: str) -> list[str]:
         if rules is not None and not any(within(target, allowed) for allowed in rules):
             wrong.append(f"{name} imports {target}; it may import {', '.join(rules)}")
         leaf = target.split(".")[1] if "." in target else ""
-        if leaf in ABOVE and any(within(name, below) for below in BELOW):
+        above = any(within(target, room) for room in ABOVE)
+        if above and any(within(name, below) for below in BELOW):
             wrong.append(f"{name} stands below the engine and imports {target}, which does not")
-        if leaf in ("results", "experiments") and name in ("minithink.engine", "minithink.stream"):
+        record = within(target, "minithink.results.record") or leaf == "experiments"
+        if record and name in ("minithink.engine", "minithink.stream"):
             wrong.append(f"{name} imports {target}, which stands above it")
         if any(within(name, who) and within(target, what) for who, what in PERMITTED):
             continue
@@ -243,16 +265,16 @@ def test_the_checks_find_what_is_wrong():
     assert violations("minithink.engine", "from minithink import bench")
     assert violations("minithink.engine", "import requests")
     assert violations("minithink.engine", "from minithink.bench import tables")
-    assert violations("minithink.engine", "from minithink import results"), "results stands above the engine"
+    assert violations("minithink.engine", "from minithink.results import record"), "it names the engine"
     for room in ("analysis", "calibrate", "evaluate"):
         assert violations(f"minithink.{room}.x", "from minithink.bench import decode")
-        assert not violations(f"minithink.{room}.x", "from minithink.reading import read")
-        assert not violations(f"minithink.{room}.x", "from minithink import results")
+        assert not violations(f"minithink.{room}.x", "from minithink.reread.attention import read")
+        assert not violations(f"minithink.{room}.x", "from minithink.results import record")
     assert not violations("minithink.bench.x", "from minithink.bench import decode\nimport torch, json")
     assert violations("minithink.engine", "import minithink.train")
     assert not violations("minithink.engine", "from minithink import calibration")
     assert violations("minithink.engine", "from minithink.calibrate import thoughts")
-    assert violations("minithink.calibration", "from minithink.engine import TINY")
+    assert violations("minithink.checkpoint.calibration", "from minithink.engine import TINY")
     assert violations("minithink.analysis.x", "from minithink.calibrate import reading")
     assert violations("minithink.trainer", "import minithink.train")
     assert not violations("minithink.train.x", "import minithink.train")

@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.checkpoint.weights import load_decoder
 from minithink.config import ModelConfig, RopeScaling
 from minithink.errors import MinithinkError
 from minithink.model import Decoder, Rope, rope_frequencies
-from minithink.weights import load_decoder
 from tests.compare import assert_close, margins, rope_tolerance
 from tests.drive import greedy, prompt_logits, transformers_checkpoint, transformers_model
 from tests.strategies import configs, example_config, random_decoder

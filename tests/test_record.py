@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minithink import results
+from minithink.results import record as result_files
 from tests import record
 
 
@@ -51,7 +51,7 @@ def test_outcomes_are_counted_by_file() -> None:
 def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part replaces the lines of its own files. Files that are gone leave the record."""
     path = tmp_path / "gpu-tests.json"
-    monkeypatch.setattr(results, "default_path", lambda name: tmp_path / f"{name}.json")
+    monkeypatch.setattr(result_files, "default_path", lambda name: tmp_path / f"{name}.json")
     (tmp_path / "tests").mkdir()
     for name in "abc":
         (tmp_path / f"tests/test_{name}.py").touch()
@@ -59,7 +59,7 @@ def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     mended = {"passed": [report("tests/test_b.py::test_three"), report("tests/test_c.py::test_six")]}
     (tmp_path / "tests/test_a.py").unlink()
     record.write("gpu-tests", reporter(tmp_path, ["tests"], mended), "the profile ci")
-    result = results.read(path)
+    result = result_files.read(path)
     assert [(m["file"], m["passed"], m["failures"]) for m in result["measurements"]] == [
         ("tests/test_b.py", 1, []),
         ("tests/test_c.py", 1, []),

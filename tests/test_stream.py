@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import minithink.loop as loop_module
 import minithink.stream as stream_module
+from minithink.checkpoint.memory import is_out_of_memory
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
 from minithink.kv.apart import Apart
@@ -26,12 +27,11 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Told
 from minithink.kv.manager import KVManager, bytes_for
 from minithink.loop import SIZES
-from minithink.memory import is_out_of_memory
 from minithink.policies import parse
 from minithink.sampling import Sampler, SamplingParams
 from minithink.sequence import Result, Track
 from minithink.stream import Stream, prompts_at_once
-from minithink.thinking import Stage
+from minithink.text.thinking import Stage
 from tests.fixtures_checkpoint import SPECIAL
 from tests.test_engine import play
 from tests.test_loop import Launched

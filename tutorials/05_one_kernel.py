@@ -49,7 +49,6 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # re
 import triton
 import triton.language as tl
 
-from minithink import results
 from minithink.bench import steps
 from minithink.bench.steps import Cut
 from minithink.kernels.paged_attention import paged_attention
@@ -57,6 +56,7 @@ from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
 from minithink.ref.merge import merge, partial_attention
 from minithink.ref.paged_attention import paged_attention as reference
+from minithink.results import record
 
 numpy_is, triton_is = (tuple(map(int, m.__version__.split(".")[:2])) for m in (numpy, triton))
 if os.environ["TRITON_INTERPRET"] == "1" and triton_is < (3, 7) and numpy_is >= (2, 4):
@@ -149,10 +149,10 @@ def predict(programs: int, ask: float, waits: float, again: float = 1, more: flo
 
 # %%
 shapes = many, long = steps.SHAPES  # many sequences, and the long one
-path = results.default_path("steps")
+path = record.default_path("steps")
 measured = {}
 if path.is_file():
-    result = results.read(path)
+    result = record.read(path)
     for m in result["measurements"]:
         measured[m["step"], m["batch"], m["length"]] = m
     where = f"{result['machine']['gpu']}, {result['date'][:10]}, commit {result['commit'][:10]}"

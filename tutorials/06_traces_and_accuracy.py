@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from minithink.evaluate.__main__ import main as evaluate
-from minithink.intervals import bootstrap, wilson
+from minithink.evaluate.intervals import bootstrap, wilson
 from minithink.tasks import load_problems
 from minithink.trace.__main__ import main as trace_command
 from minithink.trace.format import NEVER, read

@@ -29,8 +29,8 @@ import minithink
 from minithink.evaluate.needed import HELD, needed_kept
 from minithink.kv.plain import PlainCache
 from minithink.policies.full import Full
-from minithink.reading import read
 from minithink.ref.redundancy import redundancy
+from minithink.reread.attention import read
 from minithink.tasks import grade, load_problems, needs
 
 torch.set_grad_enabled(False)

@@ -38,8 +38,8 @@ import matplotlib.pyplot as plt
 import torch
 
 import minithink
+from minithink.evaluate.intervals import wilson
 from minithink.experiments import Sweep
-from minithink.intervals import wilson
 from minithink.kv.contract import Demand, Evict, Policy, See, keep_best
 from minithink.policies import POLICIES
 from minithink.tasks import grade, load_problems

@@ -28,11 +28,11 @@ import torch
 
 import minithink
 from minithink.evaluate.needed import HELD, needed_kept
-from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import Decay, Scaled, decayed, hit_set, lrfu
 from minithink.ref.reallocate import reallocate
 from minithink.ref.retain import worst
+from minithink.reread.attention import read
 from minithink.tasks import grade, load_problems, needs
 
 torch.set_grad_enabled(False)

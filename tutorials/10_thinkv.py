@@ -45,11 +45,11 @@ from minithink.model import Rope
 from minithink.policies.full import Full
 from minithink.policies.thinkv import ThinKV, type_of
 from minithink.quant import e4m3, parse
-from minithink.reading import sparsity
 from minithink.ref.anneal import anneal
 from minithink.ref.kmeans import kmeans
+from minithink.reread.attention import sparsity
 from minithink.tasks import grade, load_problems
-from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
+from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other

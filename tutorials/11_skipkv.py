@@ -24,7 +24,7 @@ import torch
 
 import minithink
 from minithink.policies.skipkv import SkipKV
-from minithink.reading import read
+from minithink.reread.attention import read
 from minithink.tasks import grade, load_problems
 
 torch.set_grad_enabled(False)

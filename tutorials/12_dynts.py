@@ -26,11 +26,11 @@ import torch
 
 import minithink
 from minithink.calibrate.quality import kendall, overlap
-from minithink.foresight import thinking_of
-from minithink.importance import importance
 from minithink.kv.schedule import divided
 from minithink.policies.dynts_cost import break_even, gain, length, predictor_flops, repaid, token_flops, triggers
 from minithink.ref.predict import predict
+from minithink.reread.importance import importance
+from minithink.reread.later import thinking_of
 from minithink.tasks import grade, load_problems
 
 torch.set_grad_enabled(False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from minithink import commands
+from minithink.cli import commands
 
 PROGRAM = "minithink.analysis"
 DESCRIPTION = "Measure what methods take for granted."

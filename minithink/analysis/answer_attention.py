@@ -34,19 +34,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.analysis import answer_pictures, runs
 from minithink.analysis.answer_pictures import Milestone, Shown
 from minithink.analysis.dense import thinking_end
 from minithink.analysis.needed_ranks import FAR, Pair, needs_of, of_pairs, pairs_of, scores
-from minithink.commands import finite, location
+from minithink.cli.commands import finite, location
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.figures import need_matplotlib
 from minithink.policies.crystal_kv import CrystalKVLite
-from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set
+from minithink.reread.attention import read
+from minithink.results import record
+from minithink.results.figures import need_matplotlib
 from minithink.tasks import Problem
 from minithink.tasks.needs import Reading
 from minithink.tasks.needs import read as read_needs
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     CrystalKVLite(lam=args.lam, p=args.p)  # checks them
     if args.plot is not None:
         need_matplotlib()
-        results.check(args.plot / "picture.svg", "--plot")
+        record.check(args.plot / "picture.svg", "--plot")
     engine, problems, result = runs.begin(args, "answer-attention", argv)
     generated = runs.generate(engine, problems, args)
     traces = [trace_of(engine, problem, tokens) for problem, tokens in zip(problems, generated, strict=True)]

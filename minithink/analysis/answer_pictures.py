@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minithink.figures import drawing
+from minithink.results.figures import drawing
 
 PIXELS = 240  # of a map, each way; larger ones are pooled, so that a picture stays small
 LEVELS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1.0)  # of weights

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from minithink.analysis import runs
-from minithink.commands import location, positive
+from minithink.cli.commands import location, positive
 from minithink.engine import Engine
-from minithink.figures import drawing, need_matplotlib
 from minithink.kv.contract import Edit, Step
 from minithink.policies.crystal_kv import CrystalKV
-from minithink.progress import progress
 from minithink.ref.lrfu import hit_set
+from minithink.results.figures import drawing, need_matplotlib
+from minithink.results.progress import progress
 from minithink.stream import Stream
 from minithink.tasks import Problem
 

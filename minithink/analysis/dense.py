@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minithink.engine import Engine
 from minithink.ref.rope import rope
-from minithink.thinking import CLOSE
+from minithink.text.thinking import CLOSE
 
 EVERY = 16  # steps from one call of `watch` to the next
 READ = 128  # tokens of each prompt that are read at once: attention's logits are rows · heads · READ · longest

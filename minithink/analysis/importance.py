@@ -37,16 +37,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.analysis import runs
 from minithink.analysis.dense import batches, decode
-from minithink.commands import location, natural
+from minithink.cli.commands import location, natural
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.figures import drawing, need_matplotlib
-from minithink.foresight import answer_rows, later, thinking_of
-from minithink.importance import importance
-from minithink.progress import progress
+from minithink.reread.importance import importance
+from minithink.reread.later import answer_rows, later, thinking_of
+from minithink.results import record
+from minithink.results.figures import drawing, need_matplotlib
+from minithink.results.progress import progress
 from minithink.tasks import Problem
 from minithink.tasks.needs_rules import NAME
 
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, read again, measure, answer again, draw, write the result."""
     if args.plot is not None:
         need_matplotlib()
-        results.check(args.plot / "picture.svg", "--plot")
+        record.check(args.plot / "picture.svg", "--plot")
     engine, problems, result = runs.begin(args, "importance", argv)
     result["settings"]["pareto"] = args.pareto
     generated = runs.generate(engine, problems, args)

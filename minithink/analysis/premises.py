@@ -26,16 +26,16 @@ from torch import Tensor
 
 from minithink.analysis import runs
 from minithink.analysis.dense import thinking_end
-from minithink.commands import natural, positive
+from minithink.cli.commands import natural, positive
 from minithink.engine import Engine
-from minithink.openings import area, direction, openings, sentences
-from minithink.progress import progress
-from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.sparsity import sparsity
+from minithink.reread.attention import read
+from minithink.results.progress import progress
 from minithink.tasks import Problem
-from minithink.thinking import CLOSE
-from minithink.thoughts import NAMES
+from minithink.text.openings import area, direction, openings, sentences
+from minithink.text.thinking import CLOSE
+from minithink.text.thoughts import NAMES
 
 KINDS = tuple(reversed(NAMES))  # reasoning, execution, transition
 FAR = 64  # thinking tokens before the answer that count as near

@@ -7,14 +7,15 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from minithink import results, thoughts
 from minithink.analysis.dense import Steering, batches, decode
-from minithink.commands import finite, location, natural, positive
+from minithink.cli.commands import finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
-from minithink.progress import progress
+from minithink.results import record
+from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.tasks import Problem, families, grade, load_problems
+from minithink.text import thoughts
 
 SETTINGS = (  # options that decide a result
     "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "steered", "rollouts",
@@ -45,7 +46,7 @@ def begin(
         UsageError, MinithinkError: the options make no sense, before anything is generated.
     """
     SamplingParams(args.temperature, seed=args.seed)
-    results.check(args.output)
+    record.check(args.output)
     problems = load_problems("validation", args.family)
     if args.limit > len(problems):
         print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
@@ -56,7 +57,7 @@ def begin(
     context = engine.config.max_position
     if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
         raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
-    result = results.new(name, argv, engine.device, program="minithink.analysis")
+    result = record.new(name, argv, engine.device, program="minithink.analysis")
     result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
     return engine, problems, result
 
@@ -72,7 +73,7 @@ def layer_of(layers: int, given: int | None) -> int:
 
 def finish(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str] = ()) -> int:
     """Write the whole result, print the lines → 0."""
-    results.write(args.output, result | {"complete": True})
+    record.write(args.output, result | {"complete": True})
     for line in lines:
         print(line)
     print(f"written to {args.output}", file=sys.stderr)

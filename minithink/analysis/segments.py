@@ -9,7 +9,7 @@ to one segment Y_i, in all layers and heads (`suppress.py`):
     association  of Y_i with a later Y_j: the mean KL divergence, with ‖ without, of the logits at Y_j (§3.3)
 
 Beside the values of every text, in nats, the result has means by type. Keywords give a segment its type
-(`minithink/thoughts.py`). Association also has means by two numbers: how many of the segments i + 1 to j are
+(`minithink/text/thoughts.py`). Association also has means by two numbers: how many of the segments i + 1 to j are
 transitions (observation 3: with each transition, earlier segments matter less), and the distance j − i, which grows
 with that number. The paper does not say how a segment is taken out. It draws 50 answers.
 """
@@ -26,11 +26,11 @@ import torch
 from minithink.analysis import runs
 from minithink.analysis.dense import decode, thinking_end
 from minithink.analysis.suppress import suppress
-from minithink.commands import natural, positive
+from minithink.cli.commands import natural, positive
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.progress import progress
-from minithink.thoughts import NAMES, kinds, segments
+from minithink.results.progress import progress
+from minithink.text.thoughts import NAMES, kinds, segments
 
 LONGEST = 512  # tokens of an answer that is drawn
 

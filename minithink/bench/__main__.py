@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from minithink import commands
+from minithink.cli import commands
 
 PROGRAM = "minithink.bench"
 DESCRIPTION = "Speed and answers, measured and written down."

@@ -19,11 +19,11 @@ import torch
 from minithink.backend import triton_backend
 from minithink.bench import attention
 from minithink.bench.attention import DIM, DTYPE, FORMATS, HEADS, KV_HEADS
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.errors import MinithinkError
 from minithink.kv.batch import ACTIVE, Batch
 from minithink.kv.contract import Storage
-from minithink.results import Measurement
+from minithink.results.record import Measurement
 
 DEFAULT = "append"
 LAYERS = 32

@@ -24,17 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from minithink import results
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import clock
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.pages import Layout, layouts
 from minithink.kv.store import PagedStore
 from minithink.loop import no_collections
 from minithink.ref.paged_attention import paged_attention as reference
-from minithink.results import Measurement
+from minithink.results import record
+from minithink.results.record import Measurement
 
 FORMATS = {
     "bf16": Storage(),
@@ -97,13 +97,13 @@ def report(
         rows: takes the result, to which it may add, and yields its measurements.
         file: name of the result; "": the command's.
     """
-    results.need_gpu(name)
-    path = results.output(args, file or name)
-    result = results.new(file or name, list(argv), DEVICE)
+    record.need_gpu(name)
+    path = record.output(args, file or name)
+    result = record.new(file or name, list(argv), DEVICE)
     heads = {"query_heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16"}
     result["settings"] = heads | settings
     result["copy_bytes_per_second"] = copy_speed()
-    return results.collect(path, result, rows(result), line)
+    return record.collect(path, result, rows(result), line)
 
 
 def line(m: Measurement) -> str:

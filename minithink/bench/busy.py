@@ -1,4 +1,4 @@
-"""Decoding on a CPU whose cores other programs hold, by how threads wait for each other (`minithink/cores.py`).
+"""Decoding on a CPU whose cores other programs hold, by how threads wait for each other (`minithink/cli/cores.py`).
 
 A program that loops without end holds a core. Every run is a process of its own, because OpenMP reads its settings
 only once. Runs of all settings take turns, so that a machine that slows down slows all of them, and medians are
@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minithink import cores, results
-from minithink.commands import natural, positive
+from minithink.cli import cores
+from minithink.cli.commands import natural, positive
 from minithink.engine import load
 from minithink.errors import MinithinkError
+from minithink.results import record
 from minithink.tasks import load_problems
 
 DEFAULT = "busy-cpu"
@@ -49,16 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write after every line, print."""
-    result = results.new("busy", argv)
+    result = record.new("busy", argv)
     names = ("steps", "seconds", "repeats")
     cpus = os.cpu_count() or 1
     result["settings"] = {"device": "cpu", "cores": cpus, "idle": cores.IDLE, "busy": cores.BUSY}
     result["settings"] |= {name: getattr(args, name) for name in names}
     held = list(range(cpus + 1)) if args.held is None else args.held
-    return results.collect(results.output(args, DEFAULT), result, measurements(args, held), line)
+    return record.collect(record.output(args, DEFAULT), result, measurements(args, held), line)
 
 
-def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[results.Measurement]:
+def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[record.Measurement]:
     """A measurement for every number of sequences and of cores that are held."""
     for batch in args.batch:
         for count in held:
@@ -69,7 +70,7 @@ def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[results.
             yield {"batch": batch, "held": count, "load_before": load_before, "speeds": speeds, "runs": runs}
 
 
-def line(m: results.Measurement) -> str:
+def line(m: record.Measurement) -> str:
     """A measurement in one line, for people."""
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in m["speeds"].items())
     return f"batch {m['batch']}, {m['held']} cores held: {speeds} tok/s"

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
-from minithink import results
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.engine import Engine, load
+from minithink.results import record
 from minithink.stream import Stream
 from minithink.tasks import load_problems
 
@@ -46,12 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write after every line, print."""
     torch.set_num_threads(1)
-    result = results.new("caches", argv)
+    result = record.new("caches", argv)
     result["settings"] = {"device": "cpu", "threads": 1, "steps": args.steps, "block": BLOCK}
-    return results.collect(results.output(args, DEFAULT), result, measurements(args), line)
+    return record.collect(record.output(args, DEFAULT), result, measurements(args), line)
 
 
-def measurements(args: argparse.Namespace) -> Iterator[results.Measurement]:
+def measurements(args: argparse.Namespace) -> Iterator[record.Measurement]:
     """A measurement for every policy and number of sequences."""
     engine = load(None, device="cpu", backend="reference")
     for policy in args.policies:
@@ -98,7 +98,7 @@ def seconds_a_step(counts: Iterator[int]) -> float:
     return (time.process_time() - begin) / BLOCK
 
 
-def line(m: results.Measurement) -> str:
+def line(m: record.Measurement) -> str:
     """A measurement in one line, for people."""
     times = ", ".join(f"{cache} {ms:.2f}" for cache, ms in m["ms"].items())
     return f"{m['policy']}, batch {m['batch']}: {times} ms a step"

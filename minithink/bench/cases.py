@@ -44,7 +44,6 @@ from typing import Any, cast
 
 import torch
 
-from minithink import counts, results
 from minithink.bench import plots
 from minithink.bench.clock import Deadline, timed
 from minithink.bench.compare import comparisons
@@ -52,11 +51,13 @@ from minithink.bench.markdown import ABOUT
 from minithink.bench.parts import GATHERS, TimedLoop, attention_seconds, counted, parts, seconds
 from minithink.bench.peer import Peer, Theirs
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of, pool_bytes
-from minithink.commands import finite, location, natural, positive
+from minithink.cli.commands import finite, location, natural, positive
 from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.evaluate import counts
 from minithink.experiments import Case, Cases, StandIn
-from minithink.figures import need_matplotlib
 from minithink.kv.sizes import check_budget
+from minithink.results import record
+from minithink.results.figures import need_matplotlib
 
 PEER = "transformers"  # its full cache; a method without a policy
 GIB = 2**30
@@ -133,13 +134,13 @@ class Command:
                 f"--cases {' '.join(args.cases)} matches no case; there are {kinds} (names are {every[0].name}, "
                 f"{every[-1].name} and the like; python -m minithink.bench {self.name} --help)."
             )
-        path = Path(args.output) if args.output else results.default_path(self.name)
+        path = Path(args.output) if args.output else record.default_path(self.name)
         if args.plot_only and args.plot is None:
             raise UsageError("--plot-only draws to the folder that --plot names: give it.")
         if args.plot is not None:
             need_matplotlib()
         if not args.plot_only:
-            results.check(path)
+            record.check(path)
             for method in dict.fromkeys(case.method for case in chosen if case.method != PEER):
                 policy = policy_of(entry.methods[method], settings_of(entry, args), CONFIGS[args.model_shape])
                 check_budget(policy, args.prompt_tokens)
@@ -164,7 +165,7 @@ class Command:
         todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(entry, args, c)]
         if todo and device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
-        result = results.new(self.name, argv, device if todo else "cpu")
+        result = record.new(self.name, argv, device if todo else "cpu")
         if not todo:  # nothing is measured in this call
             result |= {x: [*others.values()][-1][x] for x in ("machine", "versions", *ABOUT)}
         for file, other in others.items():
@@ -181,7 +182,7 @@ class Command:
             result["measurements"] = [*there.values()]
             result["missing"] = sorted({case.name for case in every} - {*there})
             result["complete"] = ended and not result["missing"]
-            results.write(path, result)
+            record.write(path, result)
 
         deadline, bench = Deadline(args.time_budget), None
         for case in chosen:
@@ -218,7 +219,7 @@ class Command:
 
     def read(self, path: Path) -> dict[str, Any]:
         """A result of this benchmark. MinithinkError: there is no such file, or it is another benchmark's."""
-        result = results.read(path)
+        result = record.read(path)
         name = result.get("benchmark")
         if name != self.name or any("case" not in m for m in result["measurements"]):
             raise MinithinkError(f"{path} is a result of {name}, not of {self.name}: name another file.")

@@ -12,7 +12,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from minithink.commands import natural
+from minithink.cli.commands import natural
 from minithink.errors import UsageError, alternatives, quoted
 
 ARCHITECTURES = (80, 90)

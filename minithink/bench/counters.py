@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from minithink import results
 from minithink.backend import triton_backend
 from minithink.bench import attention
 from minithink.bench.attention import DIM, DTYPE, FORMATS, HEADS
 from minithink.errors import MinithinkError
-from minithink.results import Measurement
+from minithink.results import record
+from minithink.results.record import Measurement
 
 DEFAULT = "counters"
 CASES = {  # format, sequences, tokens of each, rule of the mass
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Read the counters of every case, write, print."""
-    results.need_gpu(DEFAULT)
+    record.need_gpu(DEFAULT)
     if args.only:
         call(args.only)
         return 0

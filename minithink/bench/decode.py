@@ -32,13 +32,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.bench.clock import Deadline, in_turns, timed, wait
 from minithink.bench.peer import CACHES, Peer, Theirs, transformers
 from minithink.bench.steady import LLAMA, Ours, RandomModel, Settings, Steady
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.engine import TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.results import record
 from minithink.tasks import load_problems
 
 TARGETS = {("cpu", 1): 1.8, ("cpu", 8): 1.3}  # least ratio to transformers, by device and batch, embedded model
@@ -85,12 +85,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     args.peer_cache = tuple(dict.fromkeys(args.peer_cache or (CACHES[:1] if gpu else CACHES))) if args.peer else ()
     if args.peer:
         transformers()  # a missing one is said before anything is measured
-    result = results.new("decode", argv, args.device)
+    result = record.new("decode", argv, args.device)
     result["settings"] = {"device": args.device} | {name: getattr(args, name) for name in NUMBERS}
     left_out = result["left_out"] = list[str]()
-    path = results.output(args, "decode-gpu" if gpu else "decode-cpu")
+    path = record.output(args, "decode-gpu" if gpu else "decode-cpu")
     with _threads(args.threads):
-        results.collect(path, result, sections(args, left_out), line)
+        record.collect(path, result, sections(args, left_out), line)
     differing = [m for m in result["measurements"] if "same" in m and not m["same"]["ok"]]
     if differing:
         where = "; ".join(f"{m['shape']}, batch {m['batch']}" for m in differing)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def sections(args: argparse.Namespace, left_out: list[str]) -> Iterator[results.Measurement]:
+def sections(args: argparse.Namespace, left_out: list[str]) -> Iterator[record.Measurement]:
     """A measurement for each shape and batch. left_out: is told of those that there is no time or memory for."""
     device = torch.device(args.device)
     deadline = Deadline(args.time_budget or (200 if args.device == "cuda" else None))
@@ -132,7 +132,7 @@ def _side(shape: str, device: torch.device, args: argparse.Namespace) -> Embedde
     return Single(model, args.peer and engine is None and args.policy is None)
 
 
-def line(m: results.Measurement) -> str:
+def line(m: record.Measurement) -> str:
     """For people."""
     ours, peer = m["ours"], m.get("peer")
     said = [f"{m['shape']:14} batch {m['batch']:3}  {ours['tokens_per_second']:10,.1f} tok/s"]

@@ -14,15 +14,15 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from minithink import results
 from minithink.bench import pool
 from minithink.bench.markdown import aligned
 from minithink.bench.overall import DIFFERENCE, difference, points, shares
 from minithink.bench.sweep import SWEEPS, drawn, wanted_of
-from minithink.commands import location
+from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError, alternatives
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.summary import FULL, budget_text
+from minithink.results import record
 
 ALL = "all"  # the families together
 HEADINGS = (
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--results",
         type=location,
-        default=results.default_path("x").parent,
+        default=record.default_path("x").parent,
         metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
     )

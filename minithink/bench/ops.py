@@ -20,10 +20,10 @@ from torch import Tensor
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import attention
 from minithink.bench.attention import DIM, DTYPE, FORMATS, HEADS, KV_HEADS
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.errors import MinithinkError
 from minithink.experiments import LAYERS, MEASURED, Inputs, Operation, collected
-from minithink.results import Measurement
+from minithink.results.record import Measurement
 
 DEFAULT = "thought-kernels"
 OPERATIONS: dict[str, Operation] = collected("OPERATIONS")

@@ -12,10 +12,10 @@ from statistics import fmean
 from typing import Any
 
 from minithink.bench.pool import Run
+from minithink.evaluate.intervals import bootstrap, wilson
 from minithink.evaluate.summary import budget_text
 from minithink.experiments import Result, Row, Table
-from minithink.figures import drawing
-from minithink.intervals import bootstrap, wilson
+from minithink.results.figures import drawing
 
 DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
 BETTER, WORSE, ALIKE = "#0072B2", "#D55E00", "#888888"

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from minithink.bench.clock import wait
+from minithink.checkpoint.weights import tensors_of
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
 from minithink.model import Decoder
-from minithink.weights import tensors_of
 
 CACHES = ("dynamic", "static")  # transformers' default, and its preallocated one
 CHUNK = 512  # tokens of each sequence per forward pass, when `Theirs` reads prompts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.experiments import Cases, Row
-from minithink.figures import drawing
+from minithink.results.figures import drawing
 
 COLORS = {
     "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",

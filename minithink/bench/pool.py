@@ -29,12 +29,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from minithink import sources
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason, unwritable
 from minithink.evaluate.plan import AMPLE, Cell, Spec
-from minithink.files import loads, replace, rounded, turn
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
+from minithink.results import sources
+from minithink.results.files import loads, replace, rounded, turn
 from minithink.sampling import DRAWS
 
 FILE = "pool.jsonl.gz"
@@ -293,7 +293,7 @@ def _machine(run: Run) -> str:
 
 
 def source_of(policy: str, backend: str) -> dict[str, str]:
-    """The hashes of a policy's code (`minithink/sources.py`). policy: as on the command line."""
+    """The hashes of a policy's code (`minithink/results/sources.py`). policy: as on the command line."""
     return dict(_source_of(policy, backend))
 
 

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from minithink.cli.process import Stopped
 from minithink.errors import MinithinkError
-from minithink.process import Stopped
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

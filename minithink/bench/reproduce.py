@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minithink import origin, results
 from minithink.bench import pool
 from minithink.bench.markdown import aligned, short
 from minithink.bench.pool import Run, key_of, pick
 from minithink.bench.sweep import SWEEPS, wanted_of
-from minithink.commands import INTERRUPTED, location, positive
+from minithink.checkpoint.weights import checkpoint_hash
+from minithink.cli.commands import INTERRUPTED, location, positive
 from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.evaluate import journal, runner
@@ -27,8 +27,8 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
 from minithink.evaluate.plan import Cell, Spec, budgets
 from minithink.evaluate.summary import FULL, budget_text
+from minithink.results import origin, record
 from minithink.tasks import families
-from minithink.weights import checkpoint_hash
 
 SHOWN = 10  # answers that differ, in words
 HELP = "The exit code is 0 if all answers are equal, and 1 if some differ."
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--results",
         type=location,
-        default=results.default_path("x").parent,
+        default=record.default_path("x").parent,
         metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
     )

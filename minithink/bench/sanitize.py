@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import groupby
 from typing import Any
 
-from minithink import results
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.errors import MinithinkError
-from minithink.results import Measurement
+from minithink.results import origin, record
+from minithink.results.record import Measurement
 
 DEFAULT = "sanitize"
 TOOLS = ("memcheck", "racecheck")
@@ -43,13 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the tests under each tool, write, print; exit code 1 if a tool found something or a test failed."""
-    results.need_gpu(DEFAULT)
+    record.need_gpu(DEFAULT)
     if (program := shutil.which("compute-sanitizer")) is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
-    path = results.output(args, DEFAULT)
+    path = record.output(args, DEFAULT)
     words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
     jobs = [(tool, part) for tool in args.tools for part in in_parts(collect(args.tests))]
-    result = results.new(DEFAULT, list(argv), "cuda")
+    result = record.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
 
     def rows() -> Iterator[Measurement]:
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             finally:  # after an error or an interrupt no further process begins
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    results.collect(path, result, rows(), line)
+    record.collect(path, result, rows(), line)
     return 0 if all(map(is_clean, result["measurements"])) else 1
 
 
@@ -73,7 +73,7 @@ def line(m: Measurement) -> str:
 def collect(paths: Sequence[str]) -> list[str]:
     """The names of all tests there, as pytest has them. MinithinkError: it cannot read them."""
     words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *paths]
-    done = subprocess.run(words, cwd=results.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(words, cwd=origin.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     names = re.findall(r"^\S+\.py::.*$", done.stdout, re.M)
     if done.returncode or not names:
         raise MinithinkError(f"pytest finds no tests in {' '.join(paths)}: {done.stdout.strip()[-500:]}")
@@ -95,7 +95,7 @@ def watch(program: list[str], tool: str, tests: list[str]) -> Measurement:
     words += [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *tests]
     began = time.monotonic()
     done = subprocess.run(
-        words, cwd=results.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        words, cwd=origin.ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     m = {"tool": tool, "tests": tests, "exit_code": done.returncode, "seconds": time.monotonic() - began}
     m |= count(done.stdout)

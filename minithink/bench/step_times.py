@@ -18,13 +18,13 @@ from torch import Tensor
 from minithink.bench import attention
 from minithink.bench.attention import DIM, HEADS, KV_HEADS
 from minithink.bench.steps import SHAPES, STEPS, SWEEP, _read, inputs, parts
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.errors import MinithinkError
 from minithink.kernels._common import INTERPRETED
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Storage
 from minithink.ref.paged_attention import paged_attention as reference
-from minithink.results import Measurement
+from minithink.results.record import Measurement
 
 DEFAULT = "steps"
 CHECKED = 3, 1500  # sequences, tokens of each

@@ -24,30 +24,30 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from minithink import counts, origin, results
 from minithink.bench import overall, pool
 from minithink.bench.markdown import short
 from minithink.bench.overall import DIFFERENCE, compared, points
 from minithink.bench.pool import Run, key_of, pick, serves
 from minithink.bench.processes import spread
-from minithink.calibration import FORESIGHT, identity
-from minithink.calibration import read as read_calibration
-from minithink.commands import location, positive
+from minithink.checkpoint.calibration import FORESIGHT, identity
+from minithink.checkpoint.calibration import read as read_calibration
+from minithink.checkpoint.weights import checkpoint_hash, resolve
+from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import TINY, device_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
-from minithink.evaluate import journal, plots, runner
+from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
 from minithink.evaluate.plan import Cell, Spec, plan
 from minithink.evaluate.summary import FULL, Row, summarize
 from minithink.experiments import Column, Result, Sweep, Table, collected
-from minithink.figures import need_matplotlib
 from minithink.generation import GenerationConfig
 from minithink.kv.stack import members
+from minithink.results import origin, record
+from minithink.results.figures import need_matplotlib
 from minithink.tasks import families
-from minithink.tokenizer import Tokenizer
-from minithink.weights import checkpoint_hash, resolve
+from minithink.text.tokenizer import Tokenizer
 
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
 ON_INTERRUPT = "interrupted: what is finished stays, and the same command runs the rest"  # printed after Ctrl-C
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--results",
         type=location,
-        default=results.default_path("x").parent,
+        default=record.default_path("x").parent,
         metavar="DIR",
         help=f"where {pool.FILE} lies (default: docs/results)",
     )
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
-    if args.limit and args.results == results.default_path("x").parent:
+    if args.limit and args.results == record.default_path("x").parent:
         raise UsageError("--limit is a quick look, and the documents show the pool: give another --results.")
     if not args.plot_only:
         fill(args, argv, list(chosen.values()))
@@ -119,7 +119,7 @@ def fill(args: argparse.Namespace, argv: list[str], chosen: Sequence[Sweep]) -> 
     wanted = list[Wanted]()
     for sweep in chosen:
         wanted += wanted_of(sweep, args)
-    results.check(args.results / pool.FILE, "--results")
+    record.check(args.results / pool.FILE, "--results")
     for path in args.join:
         pool.add(args.results, joined(path))
     if not args.finished:

@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minithink import results
 from minithink.bench import compare, overall, pool, sweep
 from minithink.bench.markdown import FORMAT, cell, markdown, source_of_rows, values_of
 from minithink.bench.markdown import source as source_of
-from minithink.commands import location
+from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError
 from minithink.experiments import Column, Result, Row, Table, collected
+from minithink.results import origin, record
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
 OF_SWEEP = re.compile(r"(?:sweep|needed|overall)-(.+)")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="print the tables of another folder's results, such as a quick look's; the documents stay as they are",
     )
-    parser.add_argument("--root", type=Path, default=results.ROOT, metavar="FOLDER", help="default: this checkout")
+    parser.add_argument("--root", type=Path, default=origin.ROOT, metavar="FOLDER", help="default: this checkout")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--root {args.root} is no folder: give that of the checkout.")
     paths = [args.root / "README.md", *sorted((args.root / "docs").glob("*.md"))]
     paths = [path for path in paths if path.is_file()]
-    source = Source(args.root / results.RESULTS, marked=not args.check)
+    source = Source(args.root / origin.RESULTS, marked=not args.check)
     other = []  # documents that differ from their results
     for number, path in enumerate(paths, start=1):
         name = path.relative_to(args.root).as_posix()
@@ -107,7 +107,7 @@ class Source:
             return self.folder / pool.FILE, self.of_sweep(comparison[1])
         table = TABLES[name]
         path = table.shipped or self.folder / f"{table.file or name}.json"
-        return path, results.read(path)
+        return path, record.read(path)
 
     def of_sweep(self, name: str) -> Result:
         """A comparison's runs in the pool."""
@@ -129,7 +129,7 @@ def show(where: Path) -> int:
     for name, table in TABLES.items():
         path = where / f"{table.file or name}.json"
         if not table.shipped and not OF_SWEEP.fullmatch(name) and path.is_file():
-            made[name] = results.read(path)
+            made[name] = record.read(path)
     if not made:
         raise MinithinkError(f"{where} holds no results: `bench sweep NAME --limit 8 --results {where}` writes some.")
     for name, result in made.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from minithink import commands
+from minithink.cli import commands
 
 PROGRAM = "minithink.calibrate"
 DESCRIPTION = "Measure or train what methods must know of a model."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink.thoughts import NAMES, REASONING, TRANSITION
+from minithink.text.thoughts import NAMES, REASONING, TRANSITION
 
 
 def fold(labels: Tensor, types: int) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minithink.calibrate.density import Peaks
-from minithink.files import rounded
+from minithink.results.files import rounded
 
 SHARES = (0.35, 0.70)  # of segments below θ1 and below θ2
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.calibrate.quality import FOUND_IN
-from minithink.figures import drawing
+from minithink.results.figures import drawing
 
 
 def draw(path: Path, target: str, curve: Sequence[dict[str, Any]]) -> None:

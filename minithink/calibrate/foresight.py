@@ -11,19 +11,19 @@ import argparse
 import sys
 from typing import Any
 
-from minithink import results
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
-from minithink.calibration import FORESIGHT
-from minithink.commands import INTERRUPTED, finite, location, natural, positive
+from minithink.checkpoint.calibration import FORESIGHT
+from minithink.checkpoint.weights import checkpoint_hash
+from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
-from minithink.progress import progress
+from minithink.results import record
+from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
-from minithink.thinking import Stage, split_thinking
-from minithink.weights import checkpoint_hash
+from minithink.text.thinking import Stage, split_thinking
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,26 +74,28 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.loaded.home.folder),
     }  # fmt: skip
-    result = results.new("foresight", argv, engine.device, program="minithink.calibrate")
-    results.check(path)
+    result = record.new("foresight", argv, engine.device, program="minithink.calibrate")
+    record.check(path)
     texts = folder_of_texts(args.output, settings["checkpoint"])
     with Journal(texts / path.with_suffix(".jsonl").name, settings, args.resume) as journal:
         try:
             for name, examples in datasets.items():
-                record(engine, name, examples, drawing, journal)
+                generate_texts(engine, name, examples, drawing, journal)
         except KeyboardInterrupt:
             _say(f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
                  "--resume to finish the rest")  # fmt: skip
             return INTERRUPTED
         found = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
         result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": found, "measurements": []}
-        results.write(path, result | {"complete": True})
+        record.write(path, result | {"complete": True})
         journal.remove()
     _say(f"written to {path}: {len(found)} texts")
     return 0
 
 
-def record(engine: Engine, name: str, examples: list[Example], drawing: dict[str, Any], journal: Journal) -> None:
+def generate_texts(
+    engine: Engine, name: str, examples: list[Example], drawing: dict[str, Any], journal: Journal
+) -> None:
     """Generate the texts of a dataset that the journal does not hold yet."""
     done = {line["text"]: line["right"] for line in journal.lines if line["dataset"] == name}
     if len(done) == len(examples):

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from minithink import files
 from minithink.errors import MinithinkError, UsageError, reason, unwritable
 from minithink.evaluate.journal import differences
+from minithink.results import files
 
 TEXTS = Path("runs/calibrate")  # from where the command is started
 

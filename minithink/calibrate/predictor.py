@@ -25,20 +25,20 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from minithink import results
 from minithink.calibrate import curves
 from minithink.calibrate.quality import by_position, mean, quality
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
 from minithink.calibrate.training import Recipe, look, settings_of, train
-from minithink.calibration import TARGETS, WEIGHTS
-from minithink.commands import INTERRUPTED, different, finite, location, natural, positive
+from minithink.checkpoint.calibration import TARGETS, WEIGHTS
+from minithink.checkpoint.weights import checkpoint_hash
+from minithink.cli.commands import INTERRUPTED, different, finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, quoted, unwritable
-from minithink.figures import need_matplotlib
-from minithink.files import dumps, replace, rounded
+from minithink.results import record
+from minithink.results.figures import need_matplotlib
+from minithink.results.files import dumps, replace, rounded
 from minithink.sampling import SamplingParams
-from minithink.weights import checkpoint_hash
 
 HELP = (
     "After an interruption the same command goes on: finished texts stay in --traces. --traces can be given again "
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     if args.plot is not None:
         need_matplotlib()
-        results.check(args.plot / "picture.svg", "--plot")
+        record.check(args.plot / "picture.svg", "--plot")
     names = args.dataset.split(",")
     if len(set(names)) < len(names):
         raise UsageError(f"--dataset {args.dataset} names a dataset twice.")
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for target in args.targets:
         if (path := folder / file_of(target)).exists() and not args.replace:
             raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
-    results.check(folder / "predictor.json")
+    record.check(folder / "predictor.json")
     own = engine.generation_config
     drawing: dict[str, Any] = {
         "temperature": own.temperature if args.temperature is None else args.temperature,
@@ -153,7 +153,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     finished = []
     try:
         traces = sample(engine, problems, drawing, args.traces, settings)
-        result = results.new("predictor", argv, engine.device, program="minithink.calibrate")
+        result = record.new("predictor", argv, engine.device, program="minithink.calibrate")
         result["settings"] = settings | settings_of(recipe) | {"held_out": args.held_out}
         result["texts"] = {"sampled": len(problems) * args.num_samples, "right": len(traces),
                            "thinking_tokens": sum(t.length for t in traces)}  # fmt: skip
@@ -167,7 +167,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for target, (weights, about) in zip(args.targets, finished, strict=True):  # all or none
         write(folder / file_of(target), weights, result, about)
     result["checkpoint"] = settings["checkpoint"]
-    results.write(folder / "predictor.json", result | {"complete": True})
+    record.write(folder / "predictor.json", result | {"complete": True})
     for row in result["measurements"]:
         print(line(row))
     _say(f"written to {folder}: {', '.join(map(file_of, args.targets))}, predictor.json")

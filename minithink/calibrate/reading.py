@@ -11,7 +11,7 @@ from minithink.engine import Engine
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
 from minithink.stream import PREFILL_CHUNK
-from minithink.thoughts import NAMES
+from minithink.text.thoughts import NAMES
 
 
 def averaged(u: Tensor, rows: int, steps: int) -> Tensor:

@@ -14,7 +14,7 @@ from minithink.calibrate import choose
 from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.density import Peaks
 from minithink.policies.thinkv import type_of
-from minithink.thoughts import NAMES
+from minithink.text.thoughts import NAMES
 
 
 def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dict[str, Any]:

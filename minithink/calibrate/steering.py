@@ -1,7 +1,7 @@
 """Fit steering vectors: for each layer, the mean hidden state before execution thoughts minus that before others.
 
 The model answers problems with the full cache. Its texts are then read again, and the hidden states at blank lines
-are averaged in every layer (`minithink/openings.py`). The file holds two vectors for each layer:
+are averaged in every layer (`minithink/text/openings.py`). The file holds two vectors for each layer:
 
     plain      V = mean of E − mean of O, over all thoughts (SEAL, SkipKV §4.2)
     matched    V = Σ_k w_k·(mean of E_k − mean of O_k), over the thoughts after a sentence of kind k
@@ -30,24 +30,24 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from minithink import results
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
-from minithink.calibration import METADATA
-from minithink.commands import INTERRUPTED, location
+from minithink.checkpoint.calibration import METADATA
+from minithink.checkpoint.weights import checkpoint_hash
+from minithink.cli.commands import INTERRUPTED, location
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.evaluate.grading import grade
-from minithink.figures import drawing, need_matplotlib
-from minithink.files import dumps, rounded
-from minithink.files import replace as replace_file
-from minithink.openings import Thought, area, found
-from minithink.progress import progress
-from minithink.reading import read
+from minithink.reread.attention import read
+from minithink.results import record
+from minithink.results.figures import drawing, need_matplotlib
+from minithink.results.files import dumps, rounded
+from minithink.results.files import replace as replace_file
+from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
-from minithink.thinking import CLOSE, Stage, split_thinking
-from minithink.weights import checkpoint_hash
+from minithink.text.openings import Thought, area, found
+from minithink.text.thinking import CLOSE, Stage, split_thinking
 
 FILE = "steering.safetensors"
 KINDS = ("reasoning", "execution", "transition")  # of the sentence before a thought
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "checkpoint": checkpoint_hash(engine.loaded.home.folder), "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")}, **drawn, **machine_of(engine),
     }  # fmt: skip
-    result = results.new("steering", argv, engine.device, program="minithink.calibrate")
-    results.check(folder / FILE)
+    result = record.new("steering", argv, engine.device, program="minithink.calibrate")
+    record.check(folder / FILE)
     texts = folder_of_texts(args.output, settings["checkpoint"])
     with Journal(texts / "steering.jsonl", settings, args.resume) as journal:
         try:

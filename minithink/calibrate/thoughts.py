@@ -2,7 +2,8 @@
 
 The model answers problems with the full cache. The sparsity of every layer is measured at each decode step, and its
 modes are found per prompt and layer (`density.py`). `choose.py` chooses layers and thresholds. The file says how far
-to trust them: how the types agree with keywords (`minithink/thoughts.py`), and how often they change under eviction.
+to trust them: how the types agree with keywords (`minithink/text/thoughts.py`), and how often they change under
+eviction.
 
 The comparison under eviction is teacher-forced: the policy reads the text of the full cache token by token. So the
 segments are the same, and only the cache differs.
@@ -21,29 +22,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minithink import results
 from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
-from minithink.commands import INTERRUPTED, finite, location, natural, positive
+from minithink.checkpoint.weights import checkpoint_hash
+from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
-from minithink.files import dumps, rounded
-from minithink.files import replace as replace_file
 from minithink.kv.sizes import check_budget
 from minithink.policies import parse
 from minithink.policies.thinkv import ThinKV
-from minithink.progress import progress
-from minithink.reading import sparsity
+from minithink.reread.attention import sparsity
+from minithink.results import record
+from minithink.results.files import dumps, rounded
+from minithink.results.files import replace as replace_file
+from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.sequence import Track
-from minithink.thinking import Stage, split_thinking
-from minithink.thoughts import kinds, segments
-from minithink.weights import checkpoint_hash
+from minithink.text.thinking import Stage, split_thinking
+from minithink.text.thoughts import kinds, segments
 
 ROWS = (1, 4, 16, 64)  # numbers of averaged queries for which the modes are reported
 GPU_BATCH, CPU_BATCH = 64, 8
@@ -103,8 +104,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"{folder / name} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
         )
     drawing, settings = settings_of(engine, args, examples, policy)
-    result = results.new("thoughts", argv, engine.device, program="minithink.calibrate")
-    results.check(folder / name)
+    result = record.new("thoughts", argv, engine.device, program="minithink.calibrate")
+    record.check(folder / name)
     texts = folder_of_texts(args.output, settings["checkpoint"])
     with Journal(texts / f"{name}l", settings, args.resume) as journal:
         try:

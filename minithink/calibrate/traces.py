@@ -25,13 +25,13 @@ from minithink.errors import MinithinkError, UsageError, reason
 from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
-from minithink.files import open_to_others
-from minithink.importance import importance
-from minithink.progress import progress
+from minithink.reread.importance import importance
+from minithink.results.files import open_to_others
+from minithink.results.progress import progress
 from minithink.sequence import Track
 from minithink.tasks import families
 from minithink.tasks.prepare import FAMILIES, SIZES
-from minithink.thinking import CLOSE, Stage, split_thinking
+from minithink.text.thinking import CLOSE, Stage, split_thinking
 
 HALF = torch.float16  # hidden states in the files
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from minithink.calibrate.quality import mean, quality
 from minithink.calibrate.traces import Trace, batches
 from minithink.errors import MinithinkError, reason
-from minithink.files import replace
 from minithink.ref.predict import predict
+from minithink.results.files import replace
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 

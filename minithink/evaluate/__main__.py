@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from minithink import commands
+from minithink.cli import commands
 from minithink.errors import UsageError, alternatives, quoted
 
 PROGRAM = "minithink.evaluate"

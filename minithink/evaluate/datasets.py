@@ -17,9 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from minithink.checkpoint.hub import download
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, quoted, reason
 from minithink.evaluate.grading import CHOICES, NONE, check, grade
-from minithink.hub import download
 from minithink.tasks import families, load_problems, search
 from minithink.tasks.answers import seems_long, short_answer
 

@@ -6,8 +6,8 @@
 
 A line is written when its sequence ends. If the process is killed, only the sequences that were running are lost.
 
-The settings hold hashes of the code of every policy (`minithink/sources.py`). Records of other code are never summed
-up with those of today: `--resume` moves them into a file of their own, and the policy runs again.
+The settings hold hashes of the code of every policy (`minithink/results/sources.py`). Records of other code are never
+summed up with those of today: `--resume` moves them into a file of their own, and the policy runs again.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from minithink import files
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason
-from minithink.files import dumps, read_bytes, replace
+from minithink.results import files
+from minithink.results.files import dumps, read_bytes, replace
 
 CONFIG = "config.json"
 FULL = "full"  # the policy that keeps everything: what the others are compared with

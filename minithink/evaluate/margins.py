@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minithink import results
-from minithink.commands import positive
+from minithink.cli.commands import positive
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate import runner
@@ -29,6 +28,7 @@ from minithink.evaluate.plan import Cell, Spec
 from minithink.evaluate.summary import FULL
 from minithink.kv.full import FullCache
 from minithink.ref.gumbel_argmax import gumbel
+from minithink.results import record
 from minithink.sampling import SamplingParams, filter_logits
 from minithink.sequence import Track
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for note in runner.said_of_limit(Job.of(args), examples):
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     if args.output is not None:
-        results.check(args.output)
+        record.check(args.output)
     engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
     runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
@@ -106,8 +106,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             "smallest_margin": min((margin for own in margins.values() for margin in own), default=None),
             "parted": [p._asdict() for p in parted], "unexplained": unexplained,
         }  # fmt: skip
-        result = results.new("margins", argv, engine.device, program="minithink.evaluate")
-        results.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
+        result = record.new("margins", argv, engine.device, program="minithink.evaluate")
+        record.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
     return int(unexplained > 0)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minithink.commands import finite, positive
+from minithink.cli.commands import finite, positive
 from minithink.errors import UsageError, quoted
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import FULL, Budget

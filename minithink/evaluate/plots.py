@@ -16,12 +16,12 @@ from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minithink.commands import location
+from minithink.cli.commands import location
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import is_file
 from minithink.evaluate.journal import MOST, Run, brief, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
-from minithink.figures import need_matplotlib, write_svg
+from minithink.results.figures import need_matplotlib, write_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

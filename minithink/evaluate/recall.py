@@ -23,8 +23,8 @@ from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.loaded import Loaded
-from minithink.reading import read
 from minithink.ref.decode_attention import group_reduce
+from minithink.reread.attention import read
 from minithink.sequence import Track
 from minithink.stream import Stream
 

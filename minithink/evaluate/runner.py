@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from minithink import diagnosis, origin
-from minithink.calibration import identity
-from minithink.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
+from minithink.checkpoint.calibration import identity
+from minithink.checkpoint.weights import checkpoint_hash, resolve
+from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
 from minithink.engine import DTYPES, TINY, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
@@ -48,15 +48,16 @@ from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
 from minithink.kv.stack import members
-from minithink.looped import looped
 from minithink.policies import split
-from minithink.progress import progress
+from minithink.reread import diagnosis
+from minithink.results import origin
+from minithink.results.progress import progress
+from minithink.results.sources import source_of
 from minithink.sampling import SamplingParams
 from minithink.sequence import Track
-from minithink.sources import source_of
 from minithink.stream import Stream
-from minithink.thinking import Stage, count_thinking, split_thinking
-from minithink.weights import checkpoint_hash, resolve
+from minithink.text.looped import looped
+from minithink.text.thinking import Stage, count_thinking, split_thinking
 
 GPU_BATCH, CPU_BATCH = 256, 8
 TRACED = 0  # the number of the sequence that --trace records: the first problem's first sample

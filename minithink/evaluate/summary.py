@@ -14,11 +14,11 @@ from math import fsum
 from pathlib import Path
 from statistics import median
 
-from minithink import counts
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped, is_disk_full, reason
+from minithink.evaluate import counts
+from minithink.evaluate.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
 from minithink.evaluate.journal import FULL, SHARES, Record, check_unique
-from minithink.files import dumps, replace, rounded
-from minithink.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
+from minithink.results.files import dumps, replace, rounded
 
 Budget = int | float | None
 Cell = tuple[str, Budget]  # a policy at a budget

@@ -12,8 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from minithink import origin
-from minithink.commands import INTERRUPTED, SCHEDULES
+from minithink.cli.commands import INTERRUPTED, SCHEDULES
 from minithink.errors import UsageError, quoted, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
@@ -22,7 +21,8 @@ from minithink.evaluate.job import Job
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
-from minithink.files import dumps, replace, rounded
+from minithink.results import origin
+from minithink.results.files import dumps, replace, rounded
 from minithink.tasks import families, load_problems, search
 
 SPLITS = ("validation", "train")  # splits on which hyperparameters may be chosen

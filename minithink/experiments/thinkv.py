@@ -33,7 +33,7 @@ from minithink.experiments import (
 from minithink.experiments.settings import CHOSEN, RKV
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import Tbe, ThinKV
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 # Answers: settings of the method, and other methods ----------------------------------------------------------------
 

@@ -313,7 +313,7 @@ class Model(Protocol):
         """The text of every token of a text. Joined, they are the text."""
 
     def calibration(self, name: str) -> Mapping[str, Any]:
-        """The values of this model's calibration file of that name (`minithink/calibration.py`).
+        """The values of this model's calibration file of that name (`minithink/checkpoint/calibration.py`).
 
         Raises:
             MinithinkError: the file is missing, is about another model, or cannot be read.

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from minithink.errors import MinithinkError, UsageError
-from minithink.foresight import later
 from minithink.kv.contract import Model, Shape, Step
 from minithink.loaded import Loaded
 from minithink.policies.dynts import Windows
+from minithink.reread.later import later
 
 EVERY = 16  # generated tokens from one known state of the attention that is still to come to the next
 

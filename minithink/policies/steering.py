@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Model, Policy, Shape, Step
-from minithink.sentences import PARAGRAPH, table
+from minithink.text.sentences import PARAGRAPH, table
 
 FILE = "steering.safetensors"
 STRONGEST = 100.0  # the papers steer with strengths of about 1

@@ -24,7 +24,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Edit, Evict, OpenSegment, Shape, Step
 from minithink.policies.thinkv_options import ThinKVOptions
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 
 def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Model, Policy, See, Shape, Storage
 from minithink.quant import parse, parse_pair
-from minithink.thoughts import NAMES, REASONING, ending
+from minithink.text.thoughts import NAMES, REASONING, ending
 
 MOST = 2**30  # tokens, of whatever: positions are int32
 ROWS = 1024  # queries whose sparsity is averaged, at most

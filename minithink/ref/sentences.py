@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bits of the table, see `minithink/sentences.py`
+# Bits of the table, see `minithink/text/sentences.py`
 STATE = 31
 KEYWORD = 32
 BREAK = 64
@@ -18,7 +18,7 @@ def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: T
         token: int64 [N]; an id that is no column of the table changes nothing.
         at: int64 [N], the rows, each once.
         active: bool [N]. In other rows nothing changes.
-        table: uint8 [states, V], what each token does in each state of the automaton (`minithink/sentences.py`).
+        table: uint8 [states, V], what each token does in each state of the automaton (`minithink/text/sentences.py`).
         state: int32 [B, 3], changed in place: the automaton's state; whether the open sentence contains a keyword;
             N_o, the ended sentences with at least one keyword.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from minithink.commands import Parser, exit_code, location, positive
+from minithink.cli.commands import Parser, exit_code, location, positive
 from minithink.errors import MinithinkError, UsageError, unwritable
 from minithink.tasks import BINS, DATA, SPLITS, facts, ledger, search
 from minithink.tasks.writing import Puzzle
@@ -122,7 +122,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
     """Draw problems of one split until each length bin is full. folder: has the tokenizer that counts the lengths."""
-    from minithink.tokenizer import Tokenizer
+    from minithink.text.tokenizer import Tokenizer
 
     tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")
     wanted = dict(zip(BINS, COUNTS[family][split], strict=True))

@@ -7,9 +7,9 @@ import sys
 import webbrowser
 from pathlib import Path
 
-from minithink import commands
+from minithink.cli import commands
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
-from minithink.files import replace
+from minithink.results.files import replace
 from minithink.trace.format import PAGE, File, read, refuse_others
 
 

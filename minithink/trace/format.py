@@ -29,9 +29,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from minithink import files
 from minithink.errors import QUOTED, MinithinkError, escaped, quoted, reason, unwritable
 from minithink.kv.ledger import Ledger
+from minithink.results import files
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -28,7 +28,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.sizes import UNLIMITED
 from minithink.kv.stack import members
 from minithink.kv.view import View
-from minithink.tokenizer import TextStream, Tokenizer
+from minithink.text.tokenizer import TextStream, Tokenizer
 from minithink.trace.format import ARRAYS, GONE, KINDS, VERSION, WAITS, Array, Head, Writer, as_json, pack
 from minithink.trace.format import check_place as check_place
 

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from minithink.cli.terminal import plain_console
 from minithink.errors import CONTROL
-from minithink.terminal import plain_console
 from minithink.trace.format import KINDS, File, Trace
 
 # A token kept by more than this share of the heads has this style. The colours suit light and dark terminals.

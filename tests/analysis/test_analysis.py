@@ -10,15 +10,15 @@ from argparse import Namespace
 import pytest
 import torch
 
-from minithink import results
 from minithink.analysis import __main__, dense, premises, runs
 from minithink.analysis.dense import EVERY, decode
 from minithink.bench.tables import TABLES
 from minithink.engine import TINY, load
-from minithink.openings import Sentence, area, direction, openings, sentences
+from minithink.results import record
 from minithink.tasks import Problem, facts, ledger, search
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
-from minithink.tokenizer import Tokenizer
+from minithink.text.openings import Sentence, area, direction, openings, sentences
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_close
 from tests.tasks.manners import written
 
@@ -141,7 +141,7 @@ def test_the_vector_is_of_problems_that_are_not_steered(model, monkeypatch, stee
         assert ids == ["0", "1", "2"][-steered:]
         assert_close("vector", vector, strength * own[fitted].mean(0), atol=1e-6)
     assert {run["problems"] for run in found["runs"]} == {min(steered, 3)}
-    result = results.read(results.default_path("premises-search"))
+    result = record.read(record.default_path("premises-search"))
     about = result["measurements"]
     said = " ".join(TABLES["premises-search"].said(result | {"measurements": about | {"steering": found}}))
     if found["in_sample"]:

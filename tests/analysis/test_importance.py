@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.analysis import __main__, dense, importance, runs
 from minithink.analysis.dense import decode
 from minithink.analysis.importance import ANSWER, Text, answers, best, content_by_tenth, masks, measured, text_of
 from minithink.engine import Engine, load
-from minithink.foresight import answer_rows, thinking_of
+from minithink.reread.later import answer_rows, thinking_of
+from minithink.results import record
 from minithink.tasks import Problem
 from minithink.tasks.facts import draw_problem
 from minithink.tasks.prepare import document
@@ -256,7 +256,7 @@ def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "x.json"
     words = ["importance", "--limit", "2", "--temperature", "0", "--device", "cpu", "--output", str(path)]
     assert __main__.main([*words, "--pareto", "1"]) == 0
-    found = results.read(path)["measurements"]
+    found = record.read(path)["measurements"]
     assert [(m["way"], m["percent"]) for m in found["pareto"]] == [
         ("top", 50), ("bottom", 50), ("random", 50), ("top", 100),
     ]  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from minithink import results
 from minithink.bench import tables
+from minithink.results import record
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 
@@ -25,7 +25,7 @@ def test_the_table(tmp_path: Path) -> None:
             row(64, "bf16", 250.4, ratio=4.93), row(64, "nvfp4", 80.0, ratio=3.13),
         ],
     }  # fmt: skip
-    results.write(tmp_path / "attention.json", result)
+    record.write(tmp_path / "attention.json", result)
     text = tables.fill("<!-- table:attention -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[1:-3] == [
         "| sequences | tokens of each | torch, contiguous | bf16 | nvfp4 |",

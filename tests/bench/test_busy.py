@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from minithink import cores
 from minithink.bench import busy
 from minithink.bench.__main__ import main
 from minithink.bench.tables import TABLES, lines_of
+from minithink.cli import cores
 
 
 def test_a_process_generates_with_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:

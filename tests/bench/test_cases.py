@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.backend import REFERENCE
 from minithink.bench import cases, compare, tables
 from minithink.bench.__main__ import main
@@ -24,7 +23,8 @@ from minithink.experiments.thinkv import CASES, METHODS, SLOTS, Drawn
 from minithink.kv.manager import bytes_for
 from minithink.kv.store import SAME
 from minithink.kv.table import Exhausted
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.results import record
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 torch.set_num_threads(1)
 NUMBERS_OF = (("budget", 64), ("tau", 16), ("buffer", 16))
@@ -383,7 +383,7 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     options = [*OPTIONS, "--output", str(output), "--cases"]
     some = ["bytes/*", "step/thinkv/*", "step/rkv-every-gather/2", "throughput/rkv", "throughput/thinkv/*"]
     assert main([*options, *some]) == 0
-    result = results.read(output)
+    result = record.read(output)
     assert not result["left_out"]
     assert not {m["case"] for m in result["measurements"]} & {*result["missing"]}
     by_name = {m["case"]: m for m in result["measurements"]}
@@ -431,10 +431,10 @@ def test_end_to_end_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setattr(Bench, "measure", None)  # nobody asks
     assert main([*options, *some]) == 0
-    assert results.read(output)["measurements"] == result["measurements"]
+    assert record.read(output)["measurements"] == result["measurements"]
     monkeypatch.undo()
     assert main([*options, "step/thinkv/*", "--steps", "4"]) == 0
-    again = {m["case"]: m for m in results.read(output)["measurements"]}
+    again = {m["case"]: m for m in record.read(output)["measurements"]}
     assert len(again) == 6
     assert again["step/thinkv/2/T50"]["steps"] == 4
     assert again["throughput/rkv"] == by_name["throughput/rkv"]
@@ -445,7 +445,7 @@ def test_a_request_is_one_sequence_through_whole_cycles(tmp_path: Path) -> None:
     output = tmp_path / "thinkv.json"
     some = ["request/full/1", "request/rkv-gather/1", "request/thinkv/1/*"]
     assert main([*OPTIONS, "--output", str(output), "--cases", *some]) == 0
-    by_name = {m["case"]: m for m in results.read(output)["measurements"]}
+    by_name = {m["case"]: m for m in record.read(output)["measurements"]}
     assert len(by_name) == 3
     for name, m in by_name.items():
         assert m["batch"] == 1
@@ -466,7 +466,7 @@ def test_what_many_sequences_decide_is_told_of_every_length(tmp_path: Path, monk
     monkeypatch.setattr(thinkv, "REQUEST", (("thinkv", 4),))
     output = tmp_path / "thinkv.json"
     assert main([*OPTIONS, "--few", "2", "--output", str(output), "--cases", "request/*", "throughput/thinkv/*"]) == 0
-    first, largest = results.read(output)["measurements"]
+    first, largest = record.read(output)["measurements"]
     assert (first["case"], first["batch"], first["settings"]["few"]) == ("request/thinkv/4/T50", 4, 2)
     for x in [*first["levels"], *largest["levels"]]:
         took = x["parts_milliseconds"]
@@ -489,33 +489,33 @@ def test_shared_cases_join(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         joined = ["--join", *map(str, files[:2])] if file == files[2] else []
         assert main([*OPTIONS, "--output", str(file), *joined, "--cases", *chosen]) == 0
     assert "step/full/2: is there\nstep/rkv/2: is there\nmeasuring step/rkv-every/2" in capsys.readouterr().err
-    first, second, third = ({m["case"]: m for m in results.read(file)["measurements"]} for file in files)
+    first, second, third = ({m["case"]: m for m in record.read(file)["measurements"]} for file in files)
     assert list(third) == some
     assert third["step/full/2"] == second["step/full/2"] != first["step/full/2"]
     for file in files[:2]:  # from a machine that this one need not have
-        other = results.read(file)
+        other = record.read(file)
         other["machine"]["gpu"], other["commit"] = "NVIDIA Counter", "c0ffee"
         gone = {"case": "step/gone/2", "method": "gone"}  # of a method that is no more
         other["measurements"].append(other["measurements"][0] | gone)
-        results.write(file, other)
+        record.write(file, other)
     whole = tmp_path / "whole.json"
     joined = ["--join", *map(str, files[:2])]
     assert main([*OPTIONS, "--output", str(whole), *joined, "--cases", *some[:2]]) == 0
-    result = results.read(whole)
+    result = record.read(whole)
     assert (result["machine"]["gpu"], result["commit"]) == ("NVIDIA Counter", "c0ffee")
     assert [m["case"] for m in result["measurements"]] == some[:2]
     assert "and this is" not in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(whole), "--cases", *some]) == 2, "one more is measured here"
     assert "whole.json was measured on NVIDIA Counter with torch " in capsys.readouterr().err
-    other = results.read(files[0])
+    other = record.read(files[0])
     other["machine"]["gpu"] = "NVIDIA Abacus"
-    results.write(files[0], other)
+    record.write(files[0], other)
     before = files[2].read_bytes()
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(files[0])]) == 2
     assert "a.json was measured on NVIDIA Abacus with torch " in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(files[2]), "--join", str(tmp_path / "no.json")]) == 1
     assert "no.json does not exist" in capsys.readouterr().err
-    results.write(tmp_path / "else.json", {**other, "benchmark": "attention"})
+    record.write(tmp_path / "else.json", {**other, "benchmark": "attention"})
     assert main([*OPTIONS, "--output", str(tmp_path / "else.json")]) == 1
     assert "else.json is a result of attention, not of thinkv: name another file." in capsys.readouterr().err
     assert files[2].read_bytes() == before
@@ -528,7 +528,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some = ["step/full/2", "step/thinkv/2/T50", "bytes/thinkv/T50", "throughput/full", "throughput/rkv"]
     some += ["step/thinkv-block4/2/T50"]
     assert main([*OPTIONS, "--output", str(output), "--cases", *some]) == 0
-    result = results.read(output)
+    result = record.read(output)
     names = ("steps", "parts", "bytes", "throughput", "blocks")
     text = "\n".join(f"<!-- table:thinkv-{name} -->\n<!-- end -->" for name in names)
     found = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
@@ -546,7 +546,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     speed = [by_name[f"throughput/{name}"]["tokens_per_second"] for name in ("full", "rkv")]
     assert [f"**{x:,.0f}**" in row for x, row in zip(speed, rows[3][1:], strict=True)] == [True, True]
     by_name["step/full/2"] |= {"commit": "c0ffee0123456789-dirty", "date": "2001-01-01"}  # an older run
-    results.write(output, result)
+    record.write(output, result)
     again = [x.splitlines() for x in tables.fill(text, "x.md", tmp_path).split("<!-- end -->")]
     assert ["commits: c0ffee0123-dirty, too." in lines[-1] for lines in again[:4]] == [
         True, True, False, False
@@ -601,7 +601,7 @@ def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     words = [*OPTIONS, "--output", str(output)]
     some = ["step/full/2", "step/thinkv/2/*", "step/rkv-every/2"]
     assert main([*words, "--plot", str(tmp_path), "--cases", *some]) == 0
-    whole = results.read(output)
+    whole = record.read(output)
     pictures = [tmp_path / f"thinkv-{name}.svg" for name in ("parts", "latency")]
     before = [path.read_text() for path in pictures]
     assert ">thinkv</text>" in before[0]
@@ -612,15 +612,15 @@ def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         path.unlink()
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
     assert [path.read_text() for path in pictures] == before
-    assert results.read(output) == whole
+    assert record.read(output) == whole
     capsys.readouterr()
     assert main([*words, "--plot-only"]) == 2
     assert "give it" in capsys.readouterr().err
     assert main([*OPTIONS, "--output", str(tmp_path / "no.json"), "--plot-only", "--plot", str(tmp_path)]) == 1
     assert "no.json does not exist: run the benchmark" in capsys.readouterr().err
-    results.write(output, whole | {"benchmark": "attention"})
+    record.write(output, whole | {"benchmark": "attention"})
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 1
-    results.write(output, whole | {"measurements": []})
+    record.write(output, whole | {"measurements": []})
     pictures[0].unlink()
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 0
     assert not pictures[0].exists(), "there is nothing to be drawn"
@@ -630,7 +630,7 @@ def test_transformers_at_its_largest_batch(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     output = tmp_path / "x.json"
     assert main([*OPTIONS, "--output", str(output), "--cases", "throughput/transformers"]) == 0
-    [m] = results.read(output)["measurements"]
+    [m] = record.read(output)["measurements"]
     config = CONFIGS["tiny"]
     room = 0.0004 * 2**30 - sum(p.nbytes for p in model().decoder.parameters())
     assert m["batch"] == int(room // (config.kv_bytes_per_token(2) * (192 + 2 + 1)))
@@ -644,7 +644,7 @@ def test_a_cpu_has_room_by_default(tmp_path: Path) -> None:
     output = tmp_path / "x.json"
     few = [x for name in ("start", "steps", "warm") for x in (f"--{name}", "2")]
     assert main(["thinkv", "--model-shape", "tiny", *few, "--cases", "step/full/8", "--output", str(output)]) == 0
-    result = results.read(output)
+    result = record.read(output)
     assert [m["case"] for m in result["measurements"]] == ["step/full/8"]
     assert not result["left_out"]
     assert not result["complete"]
@@ -655,7 +655,7 @@ def test_what_does_not_fit_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     output = tmp_path / "x.json"
     options = [*OPTIONS, "--output", str(output), "--memory", "0.00102"]
     assert main([*options, "--cases", "step/full/2", "throughput/full"]) == 1, "nothing is no success"
-    result = results.read(output)
+    result = record.read(output)
     assert not result["complete"]
     assert not result["measurements"]
     assert result["left_out"] == [

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import ops, tables
 from minithink.bench.__main__ import main
@@ -19,6 +18,7 @@ from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, polic
 from minithink.experiments import baselines, rkv
 from minithink.experiments.baselines import ALL, METHODS, OPERATIONS, STAND_INS
 from minithink.policies import POLICIES, parse
+from minithink.results import record
 from tests.kernels.device import DEVICE
 from tests.kv.test_decisions import AsksNothing
 
@@ -119,10 +119,10 @@ def test_the_table(tmp_path: Path) -> None:
     path = tmp_path / "baselines.json"
     words = ["--cases", "step/full/2", "step/window/2", "--output", str(path)]
     assert main(["baselines", "--model-shape", "tiny", *options, *words]) == 0
-    result = results.read(path)
+    result = record.read(path)
     for m, step, bound in zip(result["measurements"], (4.0, 8.0), (4.0, 5.0), strict=True):
         m |= {"step_milliseconds": step, "limit_milliseconds": bound}
-    results.write(path, result)
+    record.write(path, result)
     text = tables.fill("<!-- table:baselines-steps -->\n<!-- end -->", "x.md", tmp_path)
     full, window = [line for line in text.splitlines() if line.startswith("| `")]
     assert full.startswith("| `full` | 2 | **4.00 ms** | 1.00 × | 4.00 ms | **1.00 ×** | 0.0% |")

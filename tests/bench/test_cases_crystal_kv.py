@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench.__main__ import main
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
 from minithink.experiments.crystal_kv import METHODS
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
+from minithink.results import record
 
 torch.set_num_threads(1)
 SMALL = Settings((("budget", 64), ("tenth", 30)), prompt=8)
@@ -24,7 +24,7 @@ def test_the_full_cache_holds_as_many_tokens(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = ["--cases", "step/full/2", "step/crystal_kv/2", "--output", str(path)]
     assert main(["crystal-kv", "--model-shape", "tiny", *options, *words]) == 0
-    full, own = results.read(path)["measurements"]
+    full, own = record.read(path)["measurements"]
     assert full["filled"] + 8 + 2 + 8 // 2 == 64, "the prompt, warm steps, half of the steps"
     assert own["filled"] == 90
     assert own["cache_bytes"] == pytest.approx(full["cache_bytes"], rel=0.15)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench import plots
 from minithink.bench.__main__ import main
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
 from minithink.experiments.dynts import CASES, HIDDEN, METHODS, Filled, by_level, held
 from minithink.loop import DecodeLoop
 from minithink.policies.dynts import DynTS
+from minithink.results import origin, record
 
 torch.set_num_threads(1)
 SMALL = Settings((("budget", 160), ("local", 12)), prompt=128)  # W_s 20, k 6, K 14
@@ -64,7 +64,7 @@ def test_a_generation_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = ["--cases", "request/full/2", "request/dynts/2", "--output", str(path)]
     assert main(["dynts", "--model-shape", "tiny", *options, *words]) == 0
-    full, own = results.read(path)["measurements"]
+    full, own = record.read(path)["measurements"]
     assert [x["level"] for x in full["levels"]] == [24, 72]
     assert own["levels"][1]["cache_bytes"] < full["levels"][1]["cache_bytes"] * 1.3
     assert {"bound_milliseconds", "flops"} <= {*own, *own["levels"][0]}
@@ -91,10 +91,10 @@ def test_the_drawn_length_is_the_sawtooth_of_the_cache() -> None:
 def test_generations_are_drawn(tmp_path: Path) -> None:
     """From a file alone, the same each time; without a measured generation there is no picture."""
     pytest.importorskip("matplotlib")
-    whole = results.read(results.ROOT / results.RESULTS / "dynts.json")
+    whole = record.read(origin.ROOT / origin.RESULTS / "dynts.json")
     path, picture = tmp_path / "x.json", tmp_path / "dynts-levels.svg"
     words = ["dynts", "--output", str(path), "--plot", str(tmp_path), "--plot-only"]
-    results.write(path, whole)
+    record.write(path, whole)
     before = path.read_bytes()
     assert main(words) == 0
     drawn = picture.read_text()
@@ -103,11 +103,11 @@ def test_generations_are_drawn(tmp_path: Path) -> None:
     assert picture.read_text() == drawn
     assert path.read_bytes() == before
     picture.unlink()
-    results.write(path, whole | {"measurements": [m for m in whole["measurements"] if m["kind"] == "step"]})
+    record.write(path, whole | {"measurements": [m for m in whole["measurements"] if m["kind"] == "step"]})
     assert main(words) == 0
     assert not picture.exists()
     assert (tmp_path / "dynts-parts.svg").exists()
-    results.write(path, whole | {"measurements": [m for m in whole["measurements"] if m["kind"] != "step"]})
+    record.write(path, whole | {"measurements": [m for m in whole["measurements"] if m["kind"] != "step"]})
     (tmp_path / "dynts-parts.svg").unlink()
     assert main(words) == 0
     assert picture.read_text() == drawn, "steps are not needed"

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench.__main__ import main
 from minithink.bench.steady import CONFIGS, RandomModel, Settings, Steady, policy_of
 from minithink.experiments.skipkv import METHODS, steps
 from minithink.policies.seal import Seal
 from minithink.policies.skipkv import SkipKV
+from minithink.results import record
 
 torch.set_num_threads(1)
 SMALL = Settings((("budget", 64),), prompt=8)
@@ -25,7 +25,7 @@ def test_steps_are_measured(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     words = ["--cases", "step/seal/2", "step/skipkv/2", "--output", str(path)]
     assert main(["skipkv", "--model-shape", "tiny", *options, *words]) == 0
-    assert [m["case"] for m in results.read(path)["measurements"]] == ["step/seal/2", "step/skipkv/2"]
+    assert [m["case"] for m in record.read(path)["measurements"]] == ["step/seal/2", "step/skipkv/2"]
 
 
 @pytest.mark.parametrize(("method", "policy"), [("skipkv", SkipKV), ("skipkv-sentences", SkipKV), ("seal", Seal)])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from minithink import results
 from minithink.bench import counters, tables
+from minithink.results import record
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 METRICS = list(counters.METRICS.values())
@@ -36,6 +36,6 @@ def test_what_ncu_writes_is_read() -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     [m, _] = ({"case": "bf16", "format": "bf16", "batch": 64, "length": 4096, **k} for k in counters.parse(NCU))
-    results.write(tmp_path / "counters.json", {**RESULT, "benchmark": "counters", "measurements": [m]})
+    record.write(tmp_path / "counters.json", {**RESULT, "benchmark": "counters", "measurements": [m]})
     text = tables.fill("<!-- table:counters -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[3] == "| bf16: 64 × 4,096 | `_attend` | 92% | 40% | 55% | 7.2 |"

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench import decode
 from minithink.bench.__main__ import main
 from minithink.bench.clock import Deadline, in_turns
@@ -19,6 +18,7 @@ from minithink.bench.steady import RandomModel
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import load
 from minithink.errors import UsageError
+from minithink.results import record
 
 TINY = ["decode", "--threads", "1", "--prompt-tokens", "64", "--new-tokens", "8", "--repeats", "1"]
 SMALL = ModelConfig(
@@ -32,7 +32,7 @@ def test_both_sides_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str
     threads = torch.get_num_threads()
     assert main([*TINY, "--batch", "1", "3", "--output", str(tmp_path / "x.json")]) == 0
     assert torch.get_num_threads() == threads
-    result = results.read(tmp_path / "x.json")
+    result = record.read(tmp_path / "x.json")
     assert result["complete"]
     one, three = result["measurements"]
     for m, batch in ((one, 1), (three, 3)):
@@ -58,7 +58,7 @@ def test_without_the_peer_transformers_is_not_needed(tmp_path: Path, monkeypatch
     assert "pip install 'transformers>=5'" in capsys.readouterr().err
     assert not output.exists()
     assert main([*TINY, "--batch", "1", "--no-peer", "--output", str(output)]) == 0
-    [m] = results.read(output)["measurements"]
+    [m] = record.read(output)["measurements"]
     assert "peer" not in m
     assert "ratio" not in m
 
@@ -74,7 +74,7 @@ def test_a_wrong_token_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     output = tmp_path / "x.json"
     assert main([*TINY, "--batch", "1", "--peer-cache", "dynamic", "--output", str(output)]) == 1
     assert "did not compute the same (embedded, batch 1)" in capsys.readouterr().err
-    assert results.read(output)["measurements"][0]["same"]["steps_that_agree"] == [2], "the record is kept"
+    assert record.read(output)["measurements"][0]["same"]["steps_that_agree"] == [2], "the record is kept"
 
 
 def test_same_tokens() -> None:
@@ -139,7 +139,7 @@ def test_the_time_budget_leaves_out_what_comes_too_late(tmp_path: Path, monkeypa
     options = [*TINY, "--repeats", "2", "--batch", "1", "2", "--no-peer", "--time-budget", "9"]
     assert main([*options, "--output", str(output)]) == 1
     assert "embedded, batch 2: the time budget of 9 s is used up" in capsys.readouterr().err
-    result = results.read(output)
+    result = record.read(output)
     assert not result["complete"]
     assert [m["batch"] for m in result["measurements"]] == [1]
 

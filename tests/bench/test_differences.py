@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from minithink import results
 from minithink.bench import differences, pool
 from minithink.bench.__main__ import main
 from minithink.bench.sweep import SWEEPS, policies_of
+from minithink.results import origin
 
-DOCS = results.ROOT / "docs"
+DOCS = origin.ROOT / "docs"
 
 
 def run(family: str, policy: str, budget: float | None, right: str, size: float = 50.0) -> pool.Run:

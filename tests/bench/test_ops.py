@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minithink import results
 from minithink.backend import REFERENCE, triton_backend
 from minithink.bench import ops, tables
 from minithink.errors import MinithinkError
 from minithink.kernels.predict import FEW_ROWS
+from minithink.results import record
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 from tests.kernels.device import DEVICE
 
@@ -95,7 +95,7 @@ def test_the_table(tmp_path: Path) -> None:
          "bytes": 8388608, "share": 0.0251}  # fmt: skip
     without = {"kernel": "row", "case": "64 × 1,024 tokens", "microseconds": 3.21, "bytes": 1, "share": 0.5}
     result = {**RESULT, "benchmark": "thought-kernels", "measurements": [m, without]}
-    results.write(tmp_path / "thought-kernels.json", result)
+    record.write(tmp_path / "thought-kernels.json", result)
     text = tables.fill("<!-- table:thought-kernels -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[3:5] == [
         "| `kmeans` | 1 × 32 segments | 98.8 µs | **2.5%** | 54,321 µs |",

@@ -74,7 +74,7 @@ import sys, time
 from functools import partial
 from pathlib import Path
 from minithink.bench.processes import spread
-from minithink.process import Signals
+from minithink.cli.process import Signals
 
 def work(x):
     if x == 0:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from minithink import results
 from minithink.bench import append, attention, counters, ops, step_times
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
+from minithink.results import record
 from tests.bench.test_counters import NCU
 from tests.kernels.device import DEVICE
 
@@ -28,7 +28,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "KV_HEADS", 2)
     monkeypatch.setattr(attention, "CHECKED", ((1, 40), (2, 70)))
     monkeypatch.setattr(attention, "copy_speed", lambda: 4e12)
-    monkeypatch.setattr(results, "need_gpu", lambda _: None)
+    monkeypatch.setattr(record, "need_gpu", lambda _: None)
     for module in (append, ops, counters, step_times):
         monkeypatch.setattr(module, "HEADS", 4, raising=False)
         monkeypatch.setattr(module, "KV_HEADS", 2, raising=False)
@@ -38,7 +38,7 @@ def measured(name: str, words: list[str], folder: Path, capsys: pytest.CaptureFi
     """The result of a command; each of its rows was said."""
     path = folder / "x.json"
     assert main([name, *words, "--output", str(path)]) == 0
-    result = results.read(path)
+    result = record.read(path)
     assert result["complete"]
     said = capsys.readouterr().out.splitlines()[-len(result["measurements"]) :]
     for m, text in zip(result["measurements"], said, strict=True):
@@ -122,7 +122,7 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     path = tmp_path / "x.json"
     assert main(["steps", "--shapes", "2x16", "--repeats", "1", "--output", str(path)]) == 0
-    result = results.read(path)
+    result = record.read(path)
     assert result["complete"]
     assert (result["settings"]["multiprocessors"], result["read_bytes_per_second"]) == (7, 5e12)
     assert [m["step"] for m in result["measurements"]] == [*step_times.STEPS, "kernel", "sdpa"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench import sanitize, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
+from minithink.results import record
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 
@@ -97,7 +97,7 @@ def test_a_run(
         return m | {"outcome": "1 passed", "errors": int(bad), "report": ["========= Race reported"] * bad}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(results, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "complete": False})
+    monkeypatch.setattr(record, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "complete": False})
     monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
     monkeypatch.setattr(sanitize, "collect", lambda paths: ["a.py::1", "b.py::1"])
     monkeypatch.setattr(sanitize, "watch", watch)
@@ -106,7 +106,7 @@ def test_a_run(
     assert sorted(asked) == sorted((tool, f"{name}.py::1") for tool in sanitize.TOOLS for name in "ab")
     found = "racecheck: 1 errors; 1 passed  b.py::1\n    ========= Race reported\n"
     assert (found in capsys.readouterr().out) == flaw
-    result = results.read(tmp_path / "x.json")
+    result = record.read(tmp_path / "x.json")
     assert result["complete"]
     assert len(result["measurements"]) == 4
 
@@ -121,7 +121,7 @@ def test_after_an_error_no_process_begins(tmp_path: Path, monkeypatch: pytest.Mo
         raise MinithinkError("the tool cannot be run")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(results, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "complete": False})
+    monkeypatch.setattr(record, "new", lambda *_: {**RESULT, "benchmark": "sanitize", "complete": False})
     monkeypatch.setattr(shutil, "which", lambda _: "compute-sanitizer")
     monkeypatch.setattr(sanitize, "collect", lambda paths: [f"{i}.py::1" for i in range(500)])
     monkeypatch.setattr(sanitize, "watch", watch)
@@ -133,7 +133,7 @@ def test_the_table(tmp_path: Path) -> None:
     m = {"tool": "memcheck", "errors": 0, "processes": 2, "tests": ["a", "b"], "outcome": "9 passed", "exit_code": 0}
     other = m | {"errors": 1, "tests": ["c"], "outcome": "1 failed, 3 passed"}
     ms = [m, other, m | {"tool": "racecheck"}]
-    results.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": ms})
+    record.write(tmp_path / "sanitize.json", {**RESULT, "benchmark": "sanitize", "measurements": ms})
     lines = tables.fill("<!-- table:sanitize -->\n<!-- end -->", "x.md", tmp_path).splitlines()
     assert lines[3] == "| memcheck | **1** | 4 | 12 passed, 1 failed |"
     assert lines[4] == "| racecheck | **0** | 2 | 9 passed |"

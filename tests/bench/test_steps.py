@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink import results
 from minithink.bench import step_times, steps, tables
 from minithink.bench.__main__ import main
 from minithink.ref import paged_attention as ref
+from minithink.results import record
 from tests.compare import assert_close
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
@@ -165,7 +165,7 @@ def test_the_table(tmp_path: Path) -> None:
             row(1, 16384, "token", "token by token", 500.4, 0.5),
         ],
     }  # fmt: skip
-    results.write(tmp_path / "steps.json", result)
+    record.write(tmp_path / "steps.json", result)
     text = tables.fill("<!-- table:steps -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[1:-1] == [
         "|  | 64 × 4,096 tokens | of bandwidth | 1 × 16,384 tokens | of bandwidth |",

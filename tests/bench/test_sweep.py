@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from minithink import results
 from minithink.bench import overall, pool, sweep, tables
 from minithink.bench.__main__ import main
 from minithink.errors import MinithinkError
@@ -19,6 +18,7 @@ from minithink.evaluate import runner
 from minithink.evaluate.job import Job
 from minithink.experiments import settings
 from minithink.policies import POLICIES
+from minithink.results import origin, record
 from minithink.tasks import families
 
 
@@ -62,7 +62,7 @@ def test_the_length_of_the_full_cache_is_known_from_a_run_that_measured_less(tmp
 
 def test_a_pool_may_lack_the_full_cache(tmp_path: Path) -> None:
     """Then no share of its bytes is known, and all else is shown."""
-    where, whole = results.default_path("x").parent, sweep.wanted_of(sweep.SWEEPS["main-few"])
+    where, whole = record.default_path("x").parent, sweep.wanted_of(sweep.SWEEPS["main-few"])
     there = [run for run in pool.pick(pool.read(where), whole) if run is not None]
     pool.add(tmp_path, [run for run in there if run.cell[:2] != ("facts", "full")])
     found = sweep.result_of("main-few", tmp_path)
@@ -142,7 +142,7 @@ def test_all_families_and_their_table(
 
 def test_the_pool_chooses_the_settings_of_others() -> None:
     """On validation problems. By hand: of equals the first, and what lacks a family is left out."""
-    rows = sweep.result_of("baselines-settings", results.default_path("x").parent)["measurements"]
+    rows = sweep.result_of("baselines-settings", record.default_path("x").parent)["measurements"]
     assert settings.best(rows) == settings.CHOSEN
     shares = {text: 0.5 for own in settings.GRID for text in (settings.protected(own, x) for x in settings.GRID[own])}
     made = [{"policy": text, "pass_at_1": share} for text, share in shares.items() for _ in range(3)]
@@ -215,9 +215,9 @@ def test_a_run_of_changed_code_is_marked_and_passes_the_check(
 def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the project's own pages, with code and defaults that no run has had."""
     (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "results").symlink_to(results.ROOT / results.RESULTS)
+    (tmp_path / "docs" / "results").symlink_to(origin.ROOT / origin.RESULTS)
     for name in ("baselines.md", "robustness.md"):
-        shutil.copy(results.ROOT / "docs" / name, tmp_path / "docs")
+        shutil.copy(origin.ROOT / "docs" / name, tmp_path / "docs")
     monkeypatch.setattr(pool, "settings_of", lambda policy: {"no_such_setting": 1})
     monkeypatch.setattr(pool, "source_of", lambda *_: {"policy": "another"})
     assert main(["tables", "--check", "--root", str(tmp_path)]) == 0

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from minithink import experiments, results
+from minithink import experiments
 from minithink.bench import tables
 from minithink.bench.__main__ import main
 from minithink.bench.markdown import cell
 from minithink.errors import MinithinkError
 from minithink.experiments import Table, collected, kernels
+from minithink.results import origin, record
 from minithink.tasks import families
 
 ABOUT: dict[str, Any] = {
@@ -85,7 +86,7 @@ after
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     for name, result in {"decode-cpu": CPU, "decode-gpu": GPU, "append": APPEND}.items():
-        results.write(tmp_path / results.RESULTS / f"{name}.json", result)
+        record.write(tmp_path / origin.RESULTS / f"{name}.json", result)
     (tmp_path / "README.md").write_text(DOCUMENT)
     (tmp_path / "docs" / "speed.md").write_text("<!-- table:decode-gpu -->\n<!-- end -->")
     return tmp_path
@@ -135,7 +136,7 @@ after
 
 def test_a_new_result_makes_a_document_stale(root: Path) -> None:
     assert main(["tables", "--root", str(root)]) == 0
-    results.write(root / results.RESULTS / "append.json", APPEND | {"commit": "unknown"})
+    record.write(root / origin.RESULTS / "append.json", APPEND | {"commit": "unknown"})
     assert main(["tables", "--check", "--root", str(root)]) == 1
 
 
@@ -149,11 +150,11 @@ def test_a_new_result_makes_a_document_stale(root: Path) -> None:
 )
 def test_wrong_markers_are_named(root: Path, text: str, message: str) -> None:
     with pytest.raises(MinithinkError, match=message):
-        tables.fill(text, "x.md", root / results.RESULTS)
+        tables.fill(text, "x.md", root / origin.RESULTS)
 
 
 def test_a_missing_result_is_named(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / results.RESULTS / "append.json").unlink()
+    (root / origin.RESULTS / "append.json").unlink()
     assert main(["tables", "--root", str(root)]) == 1
     assert "append.json does not exist" in capsys.readouterr().err
     assert main(["tables", "--root", str(root / "nowhere")]) == 2
@@ -164,7 +165,7 @@ def test_every_family_has_its_tables(root: Path) -> None:
     names it."""
     assert {f"importance-{family}" for family in families()} <= tables.TABLES.keys()
     assert main(["tables", "--root", str(root)]) == 0
-    assert not (root / results.RESULTS / "importance-search.json").exists()
+    assert not (root / origin.RESULTS / "importance-search.json").exists()
 
 
 def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: Path) -> None:
@@ -176,7 +177,7 @@ def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: 
     # 8,279,296 weights of 2 bytes, and 2 sequences of 200 tokens on average at 8,192 bytes; a step takes 20 ms.
     bandwidth = (2 * 8_279_296 + 2 * 200 * 8192) / 0.020 / 0.25
     row = GPU["measurements"][0] | {"copy_bytes_per_second": bandwidth}
-    results.write(root / results.RESULTS / "decode-gpu.json", GPU | {"measurements": [embedded, row]})
+    record.write(root / origin.RESULTS / "decode-gpu.json", GPU | {"measurements": [embedded, row]})
     assert main(["tables", "--root", str(root)]) == 0
     assert "| 25.0% / 25.0% |" in (root / "docs" / "speed.md").read_text()
 
@@ -196,12 +197,12 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
             "eviction": {"prompts": 4, "shares_of_types": shares, **agree, "agree": 0.8},
         },
     }  # fmt: skip
-    results.write(tmp_path / "thoughts.json", result)
+    record.write(tmp_path / "thoughts.json", result)
     for name in ("thoughts", "thresholds"):
         table = replace(tables.TABLES[name], shipped=tmp_path / "thoughts.json")
         monkeypatch.setitem(tables.TABLES, name, table)
     text = "".join(f"<!-- table:{name} -->\n<!-- end -->\n" for name in ("thoughts", "thresholds"))
-    lines = tables.fill(text, "x.md", root / results.RESULTS).split("\n")
+    lines = tables.fill(text, "x.md", root / origin.RESULTS).split("\n")
     assert "| layer | sparsity | 3 modes, 1 row | 3 modes, 16 rows | agrees with keywords | κ |" in lines
     assert "| 0 | 0.50 ± 0.12 | 10% | 50% | 40% | -0.05 |" in lines
     assert "| **1** | 0.50 ± 0.12 | 0% | 100% | 40% | -0.05 |" in lines
@@ -285,7 +286,7 @@ def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytes
 
 def test_the_readmes_figures_stand_in_its_tables() -> None:
     """Ratios that its sentences repeat."""
-    parts = re.split(r"<!-- (?:table:\S+|end) -->", (results.ROOT / "README.md").read_text("utf-8"))
+    parts = re.split(r"<!-- (?:table:\S+|end) -->", (origin.ROOT / "README.md").read_text("utf-8"))
     said, shown = ("\n".join(parts[i::2]) for i in (0, 1))
     ratios = re.findall(r"(\d+\.\d+) ×", said)
     assert len(ratios) >= 4

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from minithink.calibrate.__main__ import main
+from minithink.checkpoint.weights import save_checkpoint
 from minithink.engine import load
-from minithink.weights import save_checkpoint
 from tests.evaluate.run import write_model, write_problems
 
 POLICY = "thinkv:tau=4,g=4,block=2,retention=2/1"

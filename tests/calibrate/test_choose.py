@@ -7,9 +7,9 @@ import torch
 
 from minithink.calibrate.choose import by_modes, choose, look, quantiles, ranked
 from minithink.calibrate.density import Peaks
-from minithink.files import rounded
 from minithink.policies.thinkv import type_of
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.results.files import rounded
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 FLAT = Peaks([0.5], [], [])
 

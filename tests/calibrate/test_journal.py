@@ -13,9 +13,9 @@ import torch
 
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import TEXTS, Journal
+from minithink.checkpoint.weights import checkpoint_hash, save_checkpoint
 from minithink.engine import load
 from minithink.errors import MinithinkError, UsageError
-from minithink.weights import checkpoint_hash, save_checkpoint
 from tests.calibrate.run import POLICY
 from tests.locks import before_the_lock, race
 

@@ -14,19 +14,19 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from minithink import calibration
 from minithink.calibrate import predictor, traces, training
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.traces import Trace, batches, drawn, held_out, problems_of
 from minithink.calibrate.training import Recipe, Training, train
+from minithink.checkpoint import calibration
+from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.__main__ import main as evaluate
-from minithink.importance import importance
+from minithink.reread.importance import importance
 from minithink.tasks import families
 from minithink.tasks.facts import draw_problem
-from minithink.weights import checkpoint_hash
 
 torch.set_num_threads(1)
 Capture = pytest.CaptureFixture[str]

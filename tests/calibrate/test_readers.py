@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from minithink import generate as cli
+from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import runner
 from minithink.policies.thinkv import ThinKV
-from minithink.weights import checkpoint_hash
 from tests.calibrate.run import POLICY
 from tests.evaluate.run import options as evaluation
 from tests.evaluate.run import recorded

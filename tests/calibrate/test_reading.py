@@ -10,7 +10,7 @@ from minithink.calibrate.reading import averaged, types
 from minithink.engine import Engine, load
 from minithink.policies import parse
 from minithink.policies.thinkv import type_of
-from minithink.reading import sparsity
+from minithink.reread.attention import sparsity
 from minithink.tasks import load_problems
 
 torch.set_num_threads(1)

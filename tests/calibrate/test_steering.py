@@ -13,19 +13,19 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minithink import calibration
 from minithink.calibrate import steering
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.steering import Sums, before_thoughts, separated
-from minithink.calibration import METADATA
+from minithink.checkpoint import calibration
+from minithink.checkpoint.calibration import METADATA
+from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import load
 from minithink.errors import MinithinkError
 from minithink.evaluate.datasets import load_dataset
 from minithink.loaded import Home
-from minithink.openings import Thought
 from minithink.policies import parse
-from minithink.weights import checkpoint_hash
+from minithink.text.openings import Thought
 from tests.calibrate.run import QUESTIONS
 from tests.compare import assert_close
 

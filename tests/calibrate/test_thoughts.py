@@ -16,15 +16,15 @@ from minithink.calibrate.__main__ import main
 from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, types
+from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY, Engine, load
 from minithink.evaluate.datasets import load_dataset
-from minithink.files import rounded
 from minithink.policies import parse
 from minithink.policies.thinkv import type_of
-from minithink.reading import sparsity
+from minithink.reread.attention import sparsity
+from minithink.results.files import rounded
 from minithink.tasks import families, load_problems
-from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
-from minithink.weights import checkpoint_hash
+from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
 from tests.calibrate.run import POLICY, QUESTIONS, calibrate, options
 
 torch.set_num_threads(1)

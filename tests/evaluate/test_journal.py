@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink import files
 from minithink.errors import CONTROL, MinithinkError, UsageError
 from minithink.evaluate import journal as journal_module
 from minithink.evaluate import plots, summary
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
+from minithink.results import files
 from tests.evaluate.draw import record, records, runs
 from tests.locks import before_the_lock, race
 from tests.mutations import flipped, mutated

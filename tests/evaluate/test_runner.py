@@ -22,9 +22,10 @@ from torch import Tensor
 
 import minithink.engine as engine_module
 import minithink.loop as loop_module
-import minithink.progress as progress_module
+import minithink.results.progress as progress_module
 import minithink.stream as stream_module
 from minithink import policies as registered
+from minithink.checkpoint.weights import save_checkpoint
 from minithink.engine import Engine, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate import judge, plots, runner
@@ -39,7 +40,6 @@ from minithink.kv.contract import Policy, Step
 from minithink.sampling import filter_logits, gumbel
 from minithink.sequence import Track
 from minithink.stream import PREFILL_CHUNK, Stream
-from minithink.weights import save_checkpoint
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded, write_model, write_problems
 from tests.fixtures_checkpoint import write_checkpoint
 from tests.test_loop import Launched
@@ -136,14 +136,14 @@ def test_answers_are_graded(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "p.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = r"so \boxed{4}</think>It is \boxed{3.0}."
-    monkeypatch.setattr("minithink.tokenizer.Tokenizer.decode", lambda *_: said)
+    monkeypatch.setattr("minithink.text.tokenizer.Tokenizer.decode", lambda *_: said)
     # the prompt ends in <think>
     monkeypatch.setattr(runner, "Stage", lambda *_: type("Inside", (), {"name": "think"}))
     got = evaluate(model, path, tmp_path / "out")
     assert [(r["found"], r["right"]) for _, r in sorted(got.items())] == [
         ("3.0", True), ("3.0", False), ("3.0", True),
     ]  # fmt: skip
-    monkeypatch.setattr("minithink.tokenizer.Tokenizer.decode", lambda *_: said.partition("</think>")[0])
+    monkeypatch.setattr("minithink.text.tokenizer.Tokenizer.decode", lambda *_: said.partition("</think>")[0])
     got = evaluate(model, path, tmp_path / "cut", grader="number")
     assert not any(r["right"] for r in got.values()), "a box in thinking that never ends is no answer"
 
@@ -893,8 +893,8 @@ def test_too_little_memory(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Rows are promised their worst case, also those that will be idle."""
-    monkeypatch.setattr("minithink.memory.require_room", lambda *_: None)
-    monkeypatch.setattr("minithink.memory.free_bytes", lambda device: 2**17)
+    monkeypatch.setattr("minithink.checkpoint.memory.require_room", lambda *_: None)
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: 2**17)
     assert main(options(model, problems, tmp_path, policies="window:budget=50", batch_size=99, limit=1)) == 1
     assert "Out of memory: under window, 99 sequences" in capsys.readouterr().err
 

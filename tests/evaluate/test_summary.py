@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minithink.errors import CONTROL, NON_FINITE, MinithinkError, UsageError
+from minithink.evaluate.intervals import bootstrap, wilson
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import (
     Row,
@@ -31,7 +32,6 @@ from minithink.evaluate.summary import (
     summarize,
     write,
 )
-from minithink.intervals import bootstrap, wilson
 from tests.evaluate.draw import record, runs
 
 # Problems p, q, r; q has four samples, the others one.

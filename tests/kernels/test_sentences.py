@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minithink.kernels.sentences import sentences
 from minithink.ref import sentences as ref
-from minithink.sentences import table
+from minithink.text.sentences import table
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 

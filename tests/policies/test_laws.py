@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.checkpoint.weights import tensors_of
 from minithink.errors import UsageError
 from minithink.kv.manager import KVManager
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
-from minithink.weights import tensors_of
 from tests.compare import assert_close, assert_same, margins
 from tests.kv.run import feed, informed, kept, manager_for, observed, owned_bytes, text_of
 from tests.strategies import example_config, random_decoder

@@ -14,10 +14,10 @@ from minithink.calibrate.steering import Sums
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape
 from minithink.kv.stack import Stack
-from minithink.openings import Thought
 from minithink.policies import parse
 from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
+from minithink.text.openings import Thought
 from tests.compare import assert_close, assert_same
 from tests.kv.run import BYTES, Known, Spy, feed, kept, manager_for, text_of
 from tests.policies.test_laws import CLOSE, OPEN, decoder_of

@@ -22,7 +22,7 @@ from minithink.policies import parse
 from minithink.policies.snapkv import SnapKV
 from minithink.policies.thinkv import Tbe, ThinKV
 from minithink.policies.window import Window
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 from tests.policies.drive import follow, followed, formats, held
 from tests.policies.test_thinkv import ALONE, WIDE, Plain, told
 

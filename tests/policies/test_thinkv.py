@@ -21,7 +21,7 @@ from minithink.policies import thinkv, thinkv_options
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
-from minithink.thoughts import EXECUTION, NAMES, REASONING, TRANSITION
+from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION
 from tests.kv.run import informed
 from tests.policies.drive import DECODER, TINY, follow, followed, formats, held, tokens_of
 from tests.strategies import example_config, random_decoder

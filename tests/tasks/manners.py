@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from minithink.tasks.writing import MANNERS, Writer
-from minithink.thoughts import EXECUTION, REASONING, TRANSITION
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 # What the functions that say a line are writing; others plan.
 WRITERS = {

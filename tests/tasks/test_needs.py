@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink import thoughts
 from minithink.engine import TINY
-from minithink.origin import ROOT
+from minithink.results.origin import ROOT
 from minithink.tasks import needs, prepare
 from minithink.tasks.needs import Reading, Statement
 from minithink.tasks.writing import NAMES
-from minithink.tokenizer import Tokenizer
+from minithink.text import thoughts
+from minithink.text.tokenizer import Tokenizer
 
 FAMILIES = list(prepare.FAMILIES)
 TOKENIZER = Tokenizer.from_folder(TINY)

@@ -15,7 +15,7 @@ from minithink.engine import TINY
 from minithink.errors import UsageError
 from minithink.tasks import BINS, DATA, SPLITS, boxed, grade, load_problems, prepare
 from minithink.tasks.writing import MODULUS, NAMES
-from minithink.tokenizer import Tokenizer
+from minithink.text.tokenizer import Tokenizer
 
 # The tokenizer was trained before search came, and of its words these were not in the text.
 OF_SEVERAL_TOKENS = {"search": {" yes", " fits"}}

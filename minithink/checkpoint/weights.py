@@ -1,0 +1,453 @@
+"""Checkpoints: find them, load them into a `Decoder`, and save a `Decoder` as one.
+
+Only safetensors are read: a JSON header and raw numbers, which cannot run code. The file is mapped into memory, and
+every tensor is copied once, from the page cache to its final place. So loading in the checkpoint's own dtype
+allocates only the memory of the weights.
+
+`tensors_of` maps each name of Hugging Face to a view of the decoder's parameter, in the checkpoint's layout. Loading
+copies into the views, saving copies out of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from minithink.backend import REFERENCE, Backend
+from minithink.checkpoint.hub import download
+from minithink.config import ModelConfig, read_json
+from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
+from minithink.model import Block, Decoder
+from minithink.results.files import open_to_others
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model*.safetensors"  # one file, or shards; not the copies in consolidated.safetensors
+FILES = (
+    "config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*",
+)  # fmt: skip
+# Types of safetensors that weights may have. 64 bits are read as 32.
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+WIDER_THAN_A_BYTE = ("I16", "I32", "I64", "U16", "U32", "U64", "C64")  # other types are quantized
+MODEL, EMBED, HEAD = "model.", "model.embed_tokens.weight", "lm_head.weight"
+# Buffers that old versions of transformers saved; they follow from the config.
+HARMLESS = re.compile(
+    r"(.*\.)?(rotary_emb\.((original_)?inv_freq|(cos|sin)_cached)|embeddings\.position_ids|position_ids|masked_bias)"
+)
+# Names that tell why a tensor has no place in a decoder.
+QUANTIZED = re.compile(
+    r".*\.(qweight|qzeros|scales|g_idx|SCB|weight_(scale|scale_inv|scale_2|packed|zero_point|shape|format)"
+    r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state.*)|input_scale|biases)"
+)
+ADAPTER = re.compile(r".*\.(lora_.*|base_layer\..*|modules_to_save\..*)")
+ROWS = 1024  # of the vocabulary that are compared at once
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
+
+
+def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint by its Hugging Face name, as a view of the decoder's parameter.
+
+    The views have the checkpoint's shapes: a projection is [out, in] there and [in, out] here. So
+    `view.copy_(tensor)` loads a tensor. On the meta device the views say which tensors a config calls for.
+    """
+    c, f = decoder.config, decoder.config.intermediate_size
+    q = c.num_heads * c.head_dim
+    kv = c.num_kv_heads * c.head_dim
+    out: dict[str, Tensor | None] = {EMBED: decoder.embed}
+    for i, b in enumerate(decoder.blocks):
+        assert isinstance(b, Block)
+        layer, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
+        bias, norm = b.qkv_bias, b.qk_norm
+        out |= {
+            layer + "input_layernorm.weight": b.attn_norm,
+            attn + "q_proj.weight": b.qkv[:, :q].t(),
+            attn + "k_proj.weight": b.qkv[:, q : q + kv].t(),
+            attn + "v_proj.weight": b.qkv[:, q + kv :].t(),
+            attn + "q_proj.bias": None if bias is None else bias[:q],
+            attn + "k_proj.bias": None if bias is None else bias[q : q + kv],
+            attn + "v_proj.bias": None if bias is None else bias[q + kv :],
+            attn + "q_norm.weight": None if norm is None else norm[0],
+            attn + "k_norm.weight": None if norm is None else norm[1],
+            attn + "o_proj.weight": b.o.t(),
+            attn + "o_proj.bias": b.o_bias,
+            layer + "post_attention_layernorm.weight": b.mlp_norm,
+            mlp + "gate_proj.weight": b.gate_up[:, :f].t(),
+            mlp + "up_proj.weight": b.gate_up[:, f:].t(),
+            mlp + "down_proj.weight": b.down.t(),
+        }
+    out |= {"model.norm.weight": decoder.norm, HEAD: decoder.head}
+    return {name: view.detach() for name, view in out.items() if view is not None}
+
+
+def load_decoder(
+    folder: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    backend: Backend = REFERENCE,
+) -> Decoder:
+    """A decoder with the weights of a checkpoint folder; its parameters require no gradient.
+
+    Args:
+        folder: holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with its shards.
+        device: where the parameters go.
+        dtype: of the parameters; None: the checkpoint's own, the widest if its tensors differ.
+        backend: the functions that the decoder calls.
+
+    Raises:
+        MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
+            If they only have another prefix than `model.`, they are read, and the config has a caution.
+    """
+    folder = Path(folder)
+    config = ModelConfig.from_folder(folder)
+    stored = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
+    entries, prefix = _with_our_prefix(stored)
+    if prefix != MODEL:
+        caution = f"{folder}: the names of the tensors begin with {quoted(prefix)}, which is read as {MODEL!r}"
+        config = replace(config, cautions=(*config.cautions, caution))
+    with torch.device("meta"):
+        shapes = {name: view.shape for name, view in tensors_of(Decoder(config)).items()}
+    if config.tie_embeddings and HEAD in entries:
+        if EMBED not in entries:
+            entries[EMBED] = entries.pop(HEAD)  # the one that is there is both
+        else:
+            shapes[HEAD] = shapes[EMBED]
+    _check(entries, shapes, config)
+    if config.tie_embeddings and HEAD in entries:
+        if _are_equal(entries[EMBED], entries[HEAD]):
+            del entries[HEAD]
+        else:
+            caution = (
+                f"{folder}: config.json ties the output head to the embeddings, and the file has another {HEAD}, "
+                "which is used, as in transformers"
+            )
+            config = replace(config, tie_embeddings=False, cautions=(*config.cautions, caution))
+
+    own = reduce(torch.promote_types, [entry.dtype for entry in entries.values()])
+    own = torch.float32 if own == torch.float64 else own
+    with torch.device("meta"):
+        decoder = Decoder(config, backend)
+    decoder = decoder.to(dtype or own).to_empty(device=device).requires_grad_(False)
+    views = tensors_of(decoder)
+    for path in sorted({entry.path for entry in entries.values()}):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name, entry in entries.items():
+                    if entry.path == path:
+                        views[name].copy_(file.get_tensor(entry.name))
+        except (SafetensorError, OSError) as error:
+            raise MinithinkError(f"{path} cannot be read ({reason(error)}): download it again.") from None
+    return decoder
+
+
+def save_checkpoint(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+    extra_config: dict[str, Any] | None = None,
+) -> None:
+    """Write `config.json` and safetensors in the layout of Hugging Face. No file is ever half written.
+
+    Weights of an earlier checkpoint in the folder are replaced; other files stay.
+
+    Args:
+        decoder: the model.
+        folder: created if it does not exist.
+        dtype: float32, float16 or bfloat16; None: that of the decoder.
+        max_shard_bytes: start a new shard before a file's tensors exceed this; None: one file.
+        extra_config: further fields of `config.json`; they win over the decoder's own.
+
+    Raises:
+        MinithinkError: the folder cannot be written.
+    """
+    folder, dtype = Path(folder), dtype or decoder.embed.dtype
+    views = tensors_of(decoder)
+    sizes = {name: view.numel() * dtype.itemsize for name, view in views.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and max_shard_bytes and sum(sizes[n] for n in shards[-1]) + size > max_shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    of = len(shards)
+    names = [SINGLE] if of == 1 else [f"model-{i:05}-of-{of:05}.safetensors" for i in range(1, of + 1)]
+    config = replace(decoder.config, dtype=str(dtype).removeprefix("torch.")).to_dict() | (extra_config or {})
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            temp = Path(temporary)
+            _write_json(temp / "config.json", config)
+            for file, shard in zip(names, shards, strict=True):
+                # safetensors refuses tensors that share memory, so the tensors of one shard at a time are copied.
+                tensors = {n: _contiguous_copy(views[n], dtype) for n in shard}
+                save_file(tensors, temp / file, metadata={"format": "pt"})
+                open_to_others(temp / file)
+            if of > 1:
+                _write_json(temp / INDEX, index)
+            # The index is removed first and written last: a reader in between finds no checkpoint, not a mixture.
+            stale = [folder / INDEX, *folder.glob("model-*-of-*.safetensors"), folder / SINGLE]
+            for path in stale if of > 1 else stale[:-1]:
+                path.unlink(missing_ok=True)
+            for file in ["config.json", *names, *([INDEX] if of > 1 else [])]:
+                os.replace(temp / file, folder / file)
+    except (OSError, SafetensorError) as error:
+        raise MinithinkError(f"The checkpoint cannot be written to {folder}: {reason(error)}.") from None
+
+
+def checkpoint_hash(folder: str | Path) -> str:
+    """A name for the weights: the first 16 hex digits of a SHA-256 over all weight files, sorted by name."""
+    digest = hashlib.sha256()
+    for path in sorted(set(_weight_files(Path(folder)))):
+        try:
+            with open(path, "rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
+    return digest.hexdigest()[:16]
+
+
+def resolve(path_or_id: str, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: a local one, or that of a Hugging Face model, which is downloaded if necessary.
+
+    Args:
+        path_or_id: a folder, or a model id such as `Qwen/Qwen3-0.6B`.
+        revision: branch, tag or commit of the model id; None: `main`.
+
+    Raises:
+        MinithinkError: there is no such folder or model, or it cannot be fetched. HF_HUB_OFFLINE=1 is respected.
+    """
+    path = Path(os.path.expanduser(path_or_id))  # Path's own raises for an unknown ~user
+    if path_or_id and os.path.isdir(path):  # Path's own raises for a name that is too long
+        if revision is not None:
+            raise UsageError(
+                f"{path_or_id} is a folder, which has no revision {quoted(revision)}: drop the revision."
+            )
+        return path
+    if not path_or_id or path_or_id[0] in "./~" or path_or_id.count("/") > 1 or os.path.exists(path):
+        is_file = os.path.isfile(path)
+        what = "is a file, not the folder of a checkpoint" if is_file else "does not exist: no such folder"
+        raise MinithinkError(
+            f"{quoted(path_or_id)} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B."
+        )
+
+    folder = download(path_or_id, FILES, revision)
+    if not any(folder.glob(WEIGHTS)):
+        raise MinithinkError(
+            f"The model {path_or_id} has no {WEIGHTS} file at revision {revision or 'main'}, and minithink "
+            "reads only these (pickled weights, pytorch_model.bin, can run code): use a revision that has them."
+        )
+    return folder
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of a checkpoint, as its file's header describes it."""
+
+    name: str  # in the file
+    path: Path
+    stored: str  # safetensors' name of its type
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.stored]
+
+    def __str__(self) -> str:
+        return f"{self.path}: {named(self.name)}"
+
+
+def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files that hold the weights, each with the tensors that the index says it has (None: no index)."""
+    if (folder / SINGLE).exists() or not (folder / INDEX).exists():
+        if (folder / SINGLE).exists():
+            if not (folder / SINGLE).is_file():  # to open a pipe would wait for its writer
+                raise MinithinkError(f"{folder / SINGLE} is no regular file: download it.")
+            return {folder / SINGLE: None}
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        why = "only pickled weights, which can run code and are not read" if pickled else "no weights"
+        raise MinithinkError(f"{folder} has {why}: minithink reads {SINGLE} or {INDEX} with its shards.")
+    where, weight_map = folder / INDEX, read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise MinithinkError(f"{where} has no weight_map from tensors to files: download it again.")
+    files: dict[Path, set[str] | None] = {}
+    for name, shard in weight_map.items():
+        # Only the name is checked: in the hub's cache the file itself is a link to a blob elsewhere.
+        if not isinstance(shard, str) or PureWindowsPath(shard).name != shard or not shard.endswith(".safetensors"):
+            raise MinithinkError(
+                f"{where} puts {named(name)} into {quoted(shard)}, which is no *.safetensors file beside it."
+            )
+        if not os.path.isfile(folder / shard):
+            raise MinithinkError(
+                f"{folder / named(shard)} is missing, and {where.name} puts {named(name)} into it: download it."
+            )
+        listed = files.setdefault(folder / shard, set())
+        assert listed is not None
+        listed.add(name)
+    return files
+
+
+def _entries(folder: Path) -> dict[str, _Entry]:
+    """Every tensor of a checkpoint by name, from the headers of its files, which must agree with the index."""
+    entries: dict[str, _Entry] = {}
+    for path, expected in _weight_files(folder).items():
+        found = {entry.name: entry for entry in _header(path)}
+        if expected is not None:
+            for name in sorted(expected - found.keys()):
+                raise MinithinkError(f"{path} lacks {named(name)}, which {INDEX} puts into it: download it again.")
+            for name in sorted(n for n in found.keys() - expected if not HARMLESS.fullmatch(n)):
+                raise MinithinkError(
+                    f"{path} holds {named(name)}, which {INDEX} does not put into it: download both again."
+                )
+        entries |= found
+    return entries
+
+
+def _header(path: Path) -> Iterator[_Entry]:
+    """The tensors of one safetensors file: 8 bytes of header length, the header in JSON, then the numbers."""
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            if length > min(MAX_HEADER, size - 8):
+                raise ValueError(f"the file has {size} bytes and its header claims {length}")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        tensors = [
+            (name, str(t["dtype"]), tuple(map(int, t["shape"])), 8 + length + int(t["data_offsets"][1]))
+            for name, t in header.items()
+        ]
+    except OSError as error:
+        raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise MinithinkError(f"{path} is no valid safetensors file ({reason(error)}): download it again.") from None
+    for name, stored, shape, end in tensors:
+        if end > size:
+            raise MinithinkError(
+                f"{path} is truncated: it has {size} bytes, and {named(name)} {_spelled(shape)} ends at byte "
+                f"{quoted(end)}: download it again."
+            )
+        yield _Entry(name, path, stored, shape)
+
+
+def _with_our_prefix(entries: dict[str, _Entry]) -> tuple[dict[str, _Entry], str]:
+    """The tensors by the names that a decoder's have, and the prefix that they have instead of `model.`.
+
+    A decoder that was taken out of another model or saved by a wrapper has another prefix, or none. It is found by
+    the embeddings; if there are none or several, the names stay.
+    """
+    suffix = EMBED.removeprefix(MODEL)
+    found = [name for name in entries if name.endswith(suffix)]
+    prefix = found[0].removesuffix(suffix) if len(found) == 1 else MODEL
+    if prefix == MODEL:
+        return dict(entries), MODEL
+    out = dict[str, _Entry]()
+    for name, entry in entries.items():
+        if name == HEAD or name.endswith(f".{HEAD}"):
+            ours = HEAD
+        elif name.startswith(prefix):
+            ours = MODEL + name.removeprefix(prefix)
+        else:
+            return dict(entries), MODEL  # it is a part of another model, or damaged
+        if ours in out:  # two tensors would have one name
+            return dict(entries), MODEL
+        out[ours] = entry
+    return out, prefix
+
+
+def _check(entries: dict[str, _Entry], shapes: dict[str, torch.Size], config: ModelConfig) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those that the config calls for."""
+    for name, entry in entries.items():
+        if name not in shapes and QUANTIZED.fullmatch(name):
+            raise MinithinkError(f"{entry} belongs to quantized weights, which are not read: use the original ones.")
+        if name not in shapes and ADAPTER.fullmatch(name):
+            raise MinithinkError(f"{entry} belongs to an adapter: merge it into the model, and give the result.")
+    for name, shape in shapes.items():
+        if name not in entries:
+            raise _missing(name, shape, entries)
+        entry = entries[name]
+        if entry.stored not in DTYPES:
+            known = ", ".join(DTYPES)
+            mend = "store it as one of them" if entry.stored in WIDER_THAN_A_BYTE else "use the original weights"
+            kind = "" if entry.stored in WIDER_THAN_A_BYTE else ", because others are quantized"
+            raise MinithinkError(
+                f"{entry} is stored as {named(entry.stored)}, and minithink reads only {known}{kind}: {mend}."
+            )
+        if name == EMBED and entry.shape[:1] != shape[:1]:
+            raise MinithinkError(
+                f"{entry} has the shape {_spelled(entry.shape)}, and vocab_size is {shape[0]} in config.json: the "
+                "two do not belong together."
+            )
+        if entry.shape != shape:
+            raise MinithinkError(
+                f"{entry} has the shape {_spelled(entry.shape)}, and config.json calls for {list(shape)}."
+            )
+    for name, entry in entries.items():
+        if name not in shapes:
+            raise MinithinkError(
+                f"{entry} {_spelled(entry.shape)} has no place in a {config.architecture} with this config.json."
+            )
+
+
+def _missing(name: str, shape: torch.Size, entries: dict[str, _Entry]) -> MinithinkError:
+    """The error for a tensor that is missing."""
+    paths = sorted({entry.path for entry in entries.values()})
+    where = str(paths[0]) if paths else "The checkpoint"
+    if len(paths) > 1:
+        where += f" and {len(paths) - 1} others"
+    if name == HEAD:
+        return MinithinkError(
+            f"{where}: the output head {HEAD} {list(shape)} is missing, and config.json says that it is not the "
+            "embeddings: if it is, set tie_word_embeddings to true there; else the checkpoint is incomplete."
+        )
+    suffix = name.removeprefix(MODEL)
+    names = sorted((entry.name for entry in entries.values()), key=lambda other: not other.endswith(suffix))
+    there = listed([named(other) for other in names]) or "none"
+    return MinithinkError(
+        f"{where}: the tensor {name} {list(shape)} is missing, and there are {there}: config.json describes another "
+        "model, or the checkpoint is incomplete."
+    )
+
+
+def _spelled(shape: tuple[int, ...]) -> str:
+    return quoted(list(shape))
+
+
+def _are_equal(one: _Entry, other: _Entry) -> bool:
+    """Whether two tensors of one shape hold the same numbers."""
+    try:
+        with safe_open(one.path, framework="pt") as first, safe_open(other.path, framework="pt") as second:
+            a = first.get_slice(one.name)
+            b = second.get_slice(other.name)
+            for start in range(0, one.shape[0], ROWS):
+                rows = slice(start, start + ROWS)
+                if not torch.equal(a[rows].double(), b[rows].double()):
+                    return False
+    except (SafetensorError, OSError) as error:
+        raise MinithinkError(f"{one.path} cannot be read ({reason(error)}): download it again.") from None
+    return True
+
+
+def _contiguous_copy(view: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(view.shape, dtype=dtype).copy_(view)
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,1 @@
+"""What all command lines share: arguments, exit codes, signals, the terminal, prompts, threads."""

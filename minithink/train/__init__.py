@@ -1,0 +1,1 @@
+"""Training of the embedded model: python -m minithink.train"""

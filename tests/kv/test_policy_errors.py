@@ -1,0 +1,122 @@
+"""Sentences for errors in a user's own policy. To run it alone: pytest tests/kv/test_policy_errors.py"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minithink.engine import Engine, load
+from minithink.errors import MinithinkError, UsageError
+from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Step
+from minithink.kv.policy_errors import explained
+from minithink.policies.window import Window
+
+torch.set_num_threads(1)
+
+
+@dataclass
+class Loud(Policy):
+    """A policy as a user writes one. `wrong` says what is wrong with its scores."""
+
+    budget: int | None = 8
+    schedule: str = "every"
+    wrong: str = ""
+
+    name = "loud"
+    demands = (Demand(See.MASS, group="mean"),)
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        due, _ = self.due(step)
+        if not step.any(due):
+            return
+        pos = step.pos()
+        score = torch.stack([self.score(step, layer) for layer in range(step.shape.layers)])
+        score = score.masked_fill(pos < 2, torch.inf)
+        may = (pos >= 0) & ~step.protected()
+        yield Evict(due[..., None] & may & ~step.ops.keep_best(score, may, self.room(step)))
+
+    def score(self, step: Step, layer: int) -> Tensor:
+        mass = step.mass(layer)
+        if self.wrong == "shape":
+            return mass[..., :-1]
+        if self.wrong == "heads":
+            return mass.repeat_interleave(3, 1)
+        if self.wrong == "dtype":
+            return mass.long()
+        if self.wrong == "type":
+            return mass + "x"  # type: ignore[operator]
+        if self.wrong == "attribute":
+            return step.no_such_method(layer)
+        if self.wrong == "key":
+            return {}[layer]
+        if self.wrong == "value":
+            raise ValueError("it is too loud")
+        if self.wrong == "own sentence":
+            raise MinithinkError("The policy loud needs a quieter model.")
+        return mass[9] if self.wrong == "index" else mass
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    from tests.fixtures_checkpoint import write_checkpoint
+
+    return load(write_checkpoint(tmp_path_factory.mktemp("model")), device="cpu")
+
+
+def generate(engine: Engine, policy: Any) -> Any:
+    return engine.generate([list(range(10, 20))], max_new_tokens=3, policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "method", "said"),
+    [
+        ("shape", "decide", r"size of tensor .* Its tensors there are .*score \[\d+, 1, \d+, \d+\] float32"),
+        ("heads", "decide", r"size of tensor .* Its tensors there are .*pos \[\d+, 1, \d+, \d+\] int32, score \["),
+        ("dtype", "decide", r"Its tensors there are .*score \[.*\] int64"),
+        ("type", "score", r"unsupported operand.* Its tensors there are mass \[1, \d+, \d+\] float32\.$"),
+        ("index", "score", r"index 9 is out of bounds"),
+        ("attribute", "score", r".*no_such_method"),
+        ("key", "score", r""),
+        ("value", "score", r"it is too loud"),
+    ],
+)
+def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
+    engine: Engine, wrong: str, method: str, said: str
+) -> None:
+    with pytest.raises(MinithinkError) as caught:
+        generate(engine, Loud(wrong=wrong))
+    sentence = str(caught.value)
+    here = rf"The policy loud fails in `{method}` \({Path(__file__).name}, line \d+\): .*{said}"
+    assert re.match(here, sentence), sentence
+    assert caught.value.__cause__ is not None, "the traceback is there for whoever wants it"
+
+
+def test_a_sentence_of_the_policy_stays_as_it_is(engine: Engine) -> None:
+    with pytest.raises(MinithinkError, match=r"^The policy loud needs a quieter model\.$"):
+        generate(engine, Loud(wrong="own sentence"))
+
+
+def test_a_right_policy_runs(engine: Engine) -> None:
+    assert len(generate(engine, Loud())[0].token_ids) == 3
+
+
+def test_errors_of_this_project_stay_what_they_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    decide = eval("lambda self, step: 1 / []", {"__name__": "minithink.policies.window"})
+    monkeypatch.setattr(Window, "decide", decide)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        generate(engine, "window:budget=8")
+    assert explained(RuntimeError("nothing was raised")) is None
+
+
+def test_the_class_of_a_policy_is_no_policy(engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"^Loud is the class of a policy: give .* as in policy=Loud\(…\)\.$"):
+        generate(engine, Loud)
+    with pytest.raises(UsageError, match=r"^The policy is 256: give a text, as in rkv:budget=256, or an object\.$"):
+        generate(engine, 256)
