@@ -36,6 +36,7 @@ from minithink.kv.stack import Stack
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from tests.compare import assert_close, assert_same
+from tests.conftest import PROFILE
 from tests.kv.poison import poison
 from tests.kv.run import Cut, feed, informed, text_of
 from tests.kv.test_batches import ONE_BY_ONE, assert_width, coming, feed_batch, with_backend
@@ -47,6 +48,7 @@ from tests.strategies import example_config, random_decoder
 torch.set_num_threads(1)
 
 TOKENS = 70
+EXAMPLES = 300 if PROFILE == "nightly" else 30
 Cache = KVManager | PlainCache
 Make = Callable[[], Policy]
 
@@ -151,7 +153,7 @@ def test_a_sequence_alone_is_equal_bit_for_bit(text: str) -> None:
     chunk=st.integers(1, 24),
     close=st.integers(25, 40),
 )
-@settings(max_examples=30)
+@settings(max_examples=EXAMPLES)
 def test_any_text_and_any_prompt(text: str, seed: int, prompt: int, chunk: int, close: int) -> None:
     decoder = decoder_of(seed % 2)
     words = text_of(decoder.config, TOKENS, seed)
@@ -225,7 +227,7 @@ class AnyEdits(Policy):
     stacked=st.booleans(),
     prompt=st.integers(0, 17),
 )
-@settings(max_examples=30)
+@settings(max_examples=EXAMPLES)
 def test_any_edits(seed: int, scope: Scope, storage: str, stacked: bool, prompt: int) -> None:
     """Edits drawn at random: evictions, formats, segments and budgets, of all layers or of one."""
     decoder = decoder_of(seed % 2)
