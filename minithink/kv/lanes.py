@@ -11,6 +11,10 @@ side in one tensor, and every token has a column:
 Lanes that always hold the same tokens share one row of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1
 (`kv/contract.py`). Columns without a token hold 0.
 
+A text consists of *segments*, each of some thought type, and a type has a format (`Storage.thoughts`). Most policies
+have one type. Where tokens are quantized together, generated tokens first wait in full precision until
+`Storage.buffer` of them are there. Such a token has the format BUFFER; it has a column like any other.
+
 What can happen to the tokens:
 
     append      new tokens take the next columns
@@ -95,6 +99,7 @@ class Lanes:
         self.even = True  # whether all lanes hold equally many
         self.begin = 0  # position of the first token that waits in the buffer
         self.thought = storage.prompt  # the running segment's type
+        self.reads_prompt = True  # until `settle`
         self._new = torch.empty(0)  # the columns of the tokens that a step appends
 
     # -- reading
@@ -146,8 +151,6 @@ class Lanes:
         if self.storage.buffer:
             return BUFFER
         return self.home
-
-    reads_prompt = True  # until `settle`
 
     @property
     def home(self) -> int:
@@ -206,7 +209,8 @@ class Lanes:
             lists[..., self.width : before] = empty
         order = self._in_all_lanes(order)
         held = self._in_all_lanes(held)[..., None]
-        for x in (self.k, self.v, self.exact_k, self.exact_v)[: 4 if self.storage.shrink else 2]:
+        numbers = [self.k, self.v, self.exact_k, self.exact_v] if self.storage.shrink else [self.k, self.v]
+        for x in numbers:
             moved = pick(x, order)
             x[:, :, : self.width] = moved if self.even else moved.where(held, 0)
             x[:, :, self.width : before] = 0
@@ -222,8 +226,8 @@ class Lanes:
 
         Args:
             which: bool [Lt, Ht, S], the tokens.
-            place: [Lt, Ht, S], where each of them stands among n neighbours. Keys that are grouped by token share
-                their scales with their neighbours, so it matters there.
+            place: [Lt, Ht, S], the place of each of them, 0 to n − 1. Keys that are grouped by token share their
+                scales with those at neighbouring places: places 0 to 15 are one group, if groups have 16 tokens.
             n: places; some may be empty.
             f: the format, an index into Storage.formats.
             shrink: the integers of these tokens lose bits; False: the numbers are rounded as they are.

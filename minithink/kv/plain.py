@@ -21,6 +21,10 @@ Edits happen in `end_step` alone, so the policy sees the cache as the forward pa
 A prompt may be read in several steps. It has full precision, and is not edited, until its last token was read. Then
 the policy acts on it once.
 
+The file in its order: `Running` is one sequence, and `Seen` what a policy demanded to see of it. `PlainCache` has the
+four calls above, each with its helpers below it. `PlainStep` is what a policy is shown. Its tensors have an axis for
+sequences, because policies are written for batches: here its length is 1.
+
 `kv/manager.py` does the same for many sequences at once, in pages, and as CUDA graphs. Property-based tests hold it
 to this file (tests/kv/test_plain.py): the same tokens, formats, budgets and bytes, and the same logits.
 """
@@ -92,7 +96,7 @@ class Running:
     prompt: int  # tokens of the prompt
     thinking: bool  # whether it is in the think stage
     staged: bool  # whether it has ever been in the think stage
-    budgets: dict[int, Tensor]  # id of a policy → int32 [Lt, 1, Ht]
+    budgets: dict[int, Tensor]  # id() of each policy of a stack → tokens, int32 [Lt, 1, Ht]
     seen: Seen = field(default_factory=Seen)
     token: int = -1  # the newest token's id; −1: it is not known
     kinds: list[int] = field(default_factory=list)  # the thought types of its segments
@@ -163,8 +167,9 @@ class PlainCache:
         self.storage = policy.storage
         if self.storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
             self.storage = replace(self.storage, buffer=tokens + 1)
-        Lanes(self.shape, self.storage, dtype)  # UsageError: the formats do not suit the model
+        Lanes(self.shape, self.storage, dtype)  # only for its UsageError, if the formats do not suit the model
         policy.setup(self.shape)
+        # The policies of a stack, each for what it does. Most policies are no stack, and the only member.
         self.deciding = [p for p in members(policy) if type(p).decide is not Policy.decide]
         hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
         self.listening = [p for p in hearing if p.listens]
@@ -462,9 +467,10 @@ class PlainCache:
             The thought type of the segment that begins; None: no segment begins.
         """
         step = self._view(running)
+        # A capturable policy says in `due` when it must act. Any other policy is asked after every step.
         if not always and self.policy.capturable and not self._is_due(step):
             return None
-        edits: list[tuple[Policy, Edit]] = []
+        edits: list[tuple[Policy, Edit]] = []  # each with its author
         for policy in self.deciding:
             seen = step.seen_by(policy)
             found = checks.yielded(
@@ -483,6 +489,7 @@ class PlainCache:
         for author, edit in edits:
             if isinstance(edit, SetBudget):
                 budget = running.budgets[id(author)]
+                # With one table for all layers, an edit of any layer is about that table.
                 at = slice(None) if edit.layer is None else min(edit.layer, len(budget) - 1)
                 budget[at] = edit.tokens
             elif isinstance(edit, OpenSegment) and bool(edit.open):
@@ -613,6 +620,8 @@ class PlainStep:
         self.clock = torch.tensor([running.clock], dtype=torch.int32, device=device).clamp(min=0)
         self.prompt = torch.tensor([running.prompt], dtype=torch.int32, device=device)
         self.tokens = torch.tensor([running.token], device=device)
+        # A prompt counts as thinking if it ends inside the think stage. A generated token also counts while the text
+        # has never opened the stage.
         reads = running.clock <= 0
         thinks = running.thinking if reads else running.thinking or not running.staged
         self.thinking = torch.tensor([thinks], device=device)
@@ -653,7 +662,7 @@ class PlainStep:
         """With an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
         return x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
 
-    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:  # rows: there is one, which is always given
         return self.running.lanes.keys(layer)[None]
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
