@@ -185,6 +185,21 @@ def wide(monkeypatch: pytest.MonkeyPatch, protects: int = 0) -> Any:
     return step
 
 
+def test_of_equal_products_the_older_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = wide(monkeypatch)
+    step.keys = step.values
+    assert stays(VaSE(budget=16, buffer=4, variant="dkv", n_sink=0), step) == [[*range(12), *range(16, 20)]]
+
+
+def test_tokens_without_attention_are_drawn_last_and_the_older_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens 10 to 15 have attention; six of the others stay beside them."""
+    step = wide(monkeypatch)
+    monkeypatch.setattr(VaSE, "weight", lambda *_: (torch.arange(20) >= 10).float().view(1, 1, 20))
+    for seed in range(5):
+        (kept,) = stays(VaSE(budget=16, buffer=4, n_sink=0, n_large=0, seed=seed), step)
+        assert kept == [*range(6), *range(10, 20)]
+
+
 def test_sinks_stay_if_they_are_more_than_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
     step, others = wide(monkeypatch), set[tuple[int, ...]]()
     for seed in range(20):

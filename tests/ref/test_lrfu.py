@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.ref.decode_attention import group_reduce
-from minithink.ref.lrfu import STEPS, Decay, Scaled, decayed, hit_set, lrfu, window
+from minithink.ref.lrfu import STEPS, Decay, Scaled, decayed, hit_set, lrfu, power_of_2, window
 from tests.compare import assert_same
 
 TRACE = st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=12)  # hits of 5 tokens
@@ -352,3 +352,25 @@ def test_the_window_is_where_a_hit_weighs_half_a_unit_of_the_last_place(lam: flo
     assert round(window(lam)) == steps
     assert 1 + lam ** (window(lam) + 1) == 1.0
     assert 1 + lam ** (window(lam) - 2) > 1.0
+
+
+def test_sums_of_attention_are_not_rounded() -> None:
+    """In float32 a sum of 1 and many small parts stays 1, and the small parts would not be hits."""
+    mass = torch.cat((torch.ones(1), torch.full((999,), 2.0**-26)))
+    assert hit_set(mass, torch.ones(1000, dtype=torch.bool), 1.0).all()
+
+
+def test_the_smallest_power_has_full_precision() -> None:
+    exponent = torch.tensor([-1021, -1022, -1023, -5000, 1023], dtype=torch.int32)
+    assert power_of_2(exponent).tolist() == [2.0**-1021, 2.0**-1022, 2.0**-1022, 2.0**-1022, 2.0**1023]
+
+
+def test_nothing_is_below_every_number() -> None:
+    exponent, _ = Scaled(torch.tensor([0.0, 1.0], dtype=torch.float64), torch.tensor([0, -5000])).ordered()
+    assert exponent[0] < exponent[1]
+
+
+def test_a_decay_to_nothing() -> None:
+    decay = Decay(0.0)
+    assert decay.log2 == -math.inf
+    assert decay.factor[:2].tolist() == [1.0, 0.0]

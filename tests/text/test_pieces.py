@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import unicodedata
 from typing import Any
 
@@ -208,6 +209,32 @@ def test_a_regex_that_backtracks_without_end_is_a_sentence(monkeypatch: pytest.M
         normalize("a" * 40)
 
 
+def test_a_long_text_may_take_longer() -> None:
+    seen: list[float] = []
+
+    class Recorder:
+        def pieces(self, text: str, deadline: float) -> list[str]:
+            seen.append(deadline - time.monotonic())
+            return [text]
+
+    for text in ("a", "a" * 3 * pieces.CHARACTERS_A_SECOND):
+        pieces.PreTokenizer([Recorder()], False).pieces(text)
+    assert seen == pytest.approx([pieces.SECONDS, pieces.SECONDS + 3], abs=1)
+
+
+def test_groups_of_a_regex_are_no_pieces() -> None:
+    spec = sequence(split("(a)(b)?"), level())
+    for text in ("xabay", "ab", "a"):
+        assert ours(spec, text) == theirs(spec, text)
+
+
+def test_flags_that_are_missing_have_the_values_of_tokenizers() -> None:
+    spec = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}  # use_regex
+    assert ours(spec, "one two 34") == theirs(spec, "one two 34") == ["one", "Ġtwo", "Ġ34"]
+    without = {"type": "Split", "pattern": {"Regex": "a"}, "behavior": "Removed"}  # invert
+    assert ours(sequence(without, level()), "xax") == ["x", "x"]
+
+
 REFUSED = {
     "no step": (None, ["pre-tokenizer []", "ByteLevel must be among"]),
     "no bytes": (ONE_BY_ONE, ["['Digits']", "ByteLevel must be among"]),
@@ -219,6 +246,7 @@ REFUSED = {
     "prefix": ({"type": "ByteLevel", "add_prefix_space": "yes"}, ["add_prefix_space is 'yes'"]),
     "pattern": (sequence({"type": "Split", "behavior": "Removed", "pattern": "a"}, level()), ["pattern 'a'"]),
     "a text": ("ByteLevel", ["the step 'ByteLevel'"]),
+    "nothing in a sequence": (sequence(None, level()), ["the step None"]),  # type: ignore[arg-type]
     "steps": ({"type": "Sequence", "pretokenizers": level()}, ["is a Sequence whose pretokenizers are"]),
     "empty text": (sequence({"type": "Split", "behavior": "Removed", "pattern": {"String": ""}}, level()), ["empty"]),
     "does not compile": (sequence(split("(a"), level()), ["'(a'", "does not compile"]),
@@ -253,6 +281,10 @@ def test_other_pre_tokenizers_are_refused_by_name(name: str) -> None:
     assert len(message) < 300
 
 
+def test_sequences_may_be_nested_deeply() -> None:
+    assert read_pre_tokenizer(deep(32)).pieces("a b") == ["a b"]
+
+
 # Normalizers
 
 REPLACES = st.fixed_dictionaries(
@@ -281,6 +313,21 @@ def test_normalized_texts_equal_tokenizers(spec: Spec, texts: list[str]) -> None
     for text in texts:
         assume(all(unicodedata.ucd_3_2_0.category(c) != "Cn" for c in text))
         assert normalize(text) == by_reference(reference, text)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ({"type": "Lowercase"}, "ΟΔΟΣ İ"),  # Python writes the last Σ as ς
+        # Python strips four control characters more
+        ({"type": "Strip", "strip_left": True, "strip_right": False}, "\u3000\x1c a \x1f\u2028"),
+        ({"type": "Strip", "strip_left": False, "strip_right": True}, "\u3000\x1c a \x1f\u2028"),
+    ],
+)
+def test_where_python_would_normalize_otherwise(spec: Spec, text: str) -> None:
+    empty = json.loads(tokenizers.Tokenizer(tokenizers.models.BPE()).to_str())
+    reference = tokenizers.Tokenizer.from_str(json.dumps(empty | {"normalizer": spec})).normalizer
+    assert read_normalizer(spec)(text) == by_reference(reference, text)
 
 
 def by_reference(normalizer: Any, text: str) -> str:
