@@ -20,6 +20,7 @@ from minithink.policies.raas import RaaS, bounds
 from minithink.policies.window import Window
 from tests.policies.by_rows import by_rows, remembered, shape_of, step_of
 from tests.policies.drive import TINY, follow, held
+from tests.policies.test_random_attention import step_of as one_row
 
 torch.set_num_threads(1)
 
@@ -217,6 +218,43 @@ def test_the_page_that_grows_is_beside_the_budget() -> None:
         seen[form] = list(pages_seen(policy, 32, queries, keys))[-1]
     assert seen["official"] == set(range(9))
     assert seen["paper"] == {0, 1, 2, 4, 5, 6, 7, 8}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "alpha", "want"),
+    [
+        (4, 0.5, [0, 0]),  # more than α, and not as much
+        (4, 0.49, [1, 1]),
+        (6, 0.34, [0, 0, 0]),  # three pages are read at least, although the budget has two: each has a third
+        (6, 0.33, [1, 1, 1]),
+    ],
+)
+def test_what_matters_has_more_than_alpha_of_what_is_read(
+    tokens: int, alpha: float, want: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of two tokens with equal bounds, and a budget of two pages."""
+    step = one_row([list(range(tokens))], tokens - 1, 4, 0)
+    step.clock = torch.tensor([1])
+    bound = torch.where(torch.arange(tokens) < tokens // 2, 0.0, -torch.inf).expand(1, 1, 1, 1, -1)
+    monkeypatch.setattr(RaaS, "page_bounds", lambda *_: bound)
+    policy = RaaS(budget=4, page=2, alpha=alpha, form="official")
+    _, rank = policy.pages(step)
+    assert policy.official_hit(step, rank)[0, 0, 0, : len(want)].tolist() == [bool(hit) for hit in want]
+    step.clock = torch.tensor([0])
+    assert not policy.official_hit(step, rank).any(), "a prompt was just read"
+
+
+@pytest.mark.parametrize(("tokens", "due"), [(4, False), (5, True), (6, True)])
+def test_a_lane_evicts_once_the_text_is_as_long_as_the_budget(tokens: int, due: bool) -> None:
+    """A budget of five tokens has two pages of two."""
+    step = one_row([list(range(tokens))], tokens - 2, 5, 0)
+    which, _ = RaaS(budget=5, page=2, form="official").due(step)
+    assert which.tolist() == [[[due]]]
+
+
+def test_the_page_that_grows_counts_as_slack() -> None:
+    assert RaaS(budget=32, page=16, form="official").limit == 48
+    assert RaaS(budget=32, page=16).limit == 32
 
 
 @given(
