@@ -34,7 +34,7 @@ from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
 from tests.kv.dense import Dense
 from tests.kv.run import Cut, Full, append_one, feed, flush, kept, manager_for, state_of, text_of
-from tests.policies.test_laws import CLOSE, CLOSES, OPEN, SMALL, TEXTS, WIDTH, decoder_of
+from tests.policies.test_laws import CLOSE, CLOSES, OPEN, ROUNDING, SMALL, TEXTS, WIDTH, decoder_of
 from tests.strategies import MAX_POSITION, example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -309,9 +309,6 @@ def test_what_is_not_capturable() -> None:
 
 
 # Those that round: `tests/kv/test_plain.py` compares numbers of the others, and of all which tokens stay.
-ROUNDING = [text for text in TEXTS if set(parse(text).storage.formats) != {"plain"}]
-
-
 @pytest.mark.parametrize("text", ROUNDING)
 def test_the_parts_of_a_step_are_a_step(text: str) -> None:
     """Ragged batches of some of the sequences in any order, beside idle and empty rows; one leaves, one joins."""

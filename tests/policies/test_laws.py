@@ -159,6 +159,7 @@ STACKS = (
     "lazy_eviction:budget=16,window=4,alpha=0.1+random:budget=18",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
+ROUNDING = [text for text in TEXTS if set(parse(text).storage.formats) != {"plain"}]
 
 PROMPT, ANSWER = 13, 45  # tokens of the sequence that is looked at
 PREDECESSOR = 24  # tokens that a sequence generates at least in the row that this one takes
@@ -264,11 +265,10 @@ def run(decoder: Decoder, text: str, companions: int | None, columns: int | None
     return seen
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("text", TEXTS)
-def test_companions_change_not_a_bit(text: str, seed: int) -> None:
+def test_companions_change_not_a_bit(text: str) -> None:
     """Law 2, at a fixed shape of the batch: the same bits, the same tokens kept, in the same formats."""
-    decoder = decoder_of(seed)
+    decoder = decoder_of(TEXTS.index(text) % 2)
     first, second = (run(decoder, text, companions, WIDTH) for companions in (1, 2))
     assert second.kept == first.kept
     assert second.formats == first.formats
@@ -277,27 +277,20 @@ def test_companions_change_not_a_bit(text: str, seed: int) -> None:
     assert len(first.kept) == len(first.logits) == ANSWER + 1
 
 
-# In the first layer equal tokens have equal values. Which of them VaSE counts as large is decided by the last bits.
-TIES = "vase:budget=17"
-
-
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", ROUNDING)
 def test_a_batch_is_never_worse_than_its_parts(text: str, seed: int) -> None:
-    """Law 2: alone and beside others, the same tokens and the same choice of tokens, wherever one is decided."""
+    """Law 2: alone and beside others, the same tokens and the same choice of tokens, wherever one is decided.
+
+    Policies that round nothing are compared with the plain manager, alone and in a batch: `tests/kv/test_plain.py`.
+    """
     decoder = decoder_of(seed)
     alone, batch = run(decoder, text, None), run(decoder, text, 3)
-    # The last bits of a product depend on the batch's size. Most logits then differ by 1e-5; attention that is nearly
-    # undecided between two keys magnified this to 2e-4 in one step of one text. A scale of 16 bits may be rounded the
-    # other way,
-    # by up to 2⁻¹⁰ of it: half of that is allowed. A code that is nearly a tie may be, too: seldom, and then the two
-    # part.
-    plain = set(parse(text).storage.formats) == {"plain"}
+    # The last bits of a product depend on the batch's size. A scale of 16 bits may be rounded the other way, by up to
+    # 2⁻¹⁰ of it: half of that is allowed. A code that is nearly a tie may be, too: seldom, and then the two part.
     compared = 0
     for step, (want, got) in enumerate(zip(alone.logits, batch.logits, strict=True)):
-        atol = 5e-4 if plain else 2**-11 * float(want.abs().max())
-        if text.startswith(TIES) and batch.kept[step] != alone.kept[step]:
-            break
+        atol = 2**-11 * float(want.abs().max())
         assert batch.kept[step] == alone.kept[step], f"{text}, step {step}"
         assert batch.formats[step] == alone.formats[step], f"{text}, step {step}"
         assert_close(f"{text}, step {step}", got, want, atol=atol)
@@ -307,7 +300,7 @@ def test_a_batch_is_never_worse_than_its_parts(text: str, seed: int) -> None:
         compared += 1
         pairs = zip(alone.values[step], batch.values[step], strict=True)
         other = torch.cat([((a - b).abs() > 2**-8 * a.abs().max()).flatten() for a, b in pairs])
-        if not plain and other.any():
+        if other.any():
             assert other.double().mean() < 0.02, f"{text}, step {step}: {int(other.sum())} of {len(other)} codes"
             break
     assert compared > ANSWER // 2
