@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minithink.kernels import predict as kernel
@@ -14,8 +14,9 @@ from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
 
 
+@example(64, 46, torch.float16, True, 1.0, False, 1)  # the most rows that the kernel takes
 @given(
-    rows=st.sampled_from([0, 1, 2, 16, 17, 40, 64, 65]),
+    rows=st.sampled_from([0, 1, 2, 16, 17, 33, 65]),
     d=st.sampled_from([2, 6, 16, 46]),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     own=st.booleans(),
