@@ -42,11 +42,14 @@ from tests.kv.run import Cut, feed, informed, text_of
 from tests.kv.test_batches import ONE_BY_ONE, assert_width, coming, feed_batch, with_backend
 from tests.kv.test_decisions import TEXTS as CAPTURED
 from tests.kv.test_decisions import Apart
-from tests.policies.test_laws import CLOSE, OPEN, TEXTS, decoder_of
+from tests.policies.test_laws import CLOSE, OPEN, decoder_of
+from tests.policies.test_laws import TEXTS as SMALL
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
 
+# Every policy and every stack, and values that lag behind keys (`Storage.lag`).
+TEXTS = [*SMALL, "kivi:bits=4,group=16,residual=16,flush=official"]
 TOKENS = 70
 EXAMPLES = 300 if PROFILE == "nightly" else 30
 Cache = KVManager | PlainCache
