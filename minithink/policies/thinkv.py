@@ -1,15 +1,25 @@
-"""ThinKV: a thought's type decides in how many bits its tokens are stored, and how many of them stay.
+"""ThinKV: the type of a thought decides in how many bits its tokens are stored, and how many of them stay.
 
-Every τ generated tokens the attention's sparsity says what kind of thought begins (§3.1, §4.1: transition ≥ θ2 >
-reasoning ≥ θ1 > execution), and the τ tokens that follow are a segment of that type. TBQ (§4.2) quantizes g tokens at
-a time in the type's format. TBE (§4.3) anneals segments along the retention schedule R = {64, 32, 16, 8, 4}:
+A segment is τ generated tokens in a row, and has one type: transition (T), execution (E) or reasoning (R). When a
+segment ends, φ tells the type of the next one. The paper's parts:
 
-    case 1   when a transition ends, every segment before it:                 |S_i| ← min(|S_i|, R_n), the n-th time
-    case 2   while |S| > k: the oldest segment of the least important type (ρ: T < E < R) above the minimum, likewise
+    φ    (§3.1, §4.1)  s: the share of cached tokens whose attention weight is below 1 % of the row's largest, in the
+                       mean over the layers L*.    E if s < θ1,    R if θ1 ≤ s < θ2,    T if s ≥ θ2
+    TBQ  (§4.2)        g tokens at a time are quantized in the format of their type
+    TBE  (§4.3)        segments shrink along R = {64, 32, 16, 8, 4}. A segment S_i that is selected the n-th time has
+                       |S_i| ← min(|S_i|, R_n). These are selected:
+                         case 1   when a transition ends: every segment before it
+                         case 2   while |S| > k: the oldest segment of the least important type (T, then E, then R),
+                                  of those that are still above the last number of R
+                       K-means over the segment's keys says which tokens stay: the nearest to each centroid.
+    CT   (§5.2)        a page holds tokens of one type; a freed slot waits for a new token of that type, none is moved
 
-and keeps of a segment the tokens nearest to the centroids of a K-means over its keys (`ref/kmeans.py`), in place.
-Pages hold one type (§5.2): a freed slot waits for the next token of that type (`kv/table.py`). No token is moved.
-Options, formats and checks are in `thinkv_options.py`.
+This file has φ and TBE. Their numbers are computed in `ref/sparsity.py` (s), `ref/anneal.py` (cases 1 and 2) and
+`ref/survivors.py` with `ref/kmeans.py` (which tokens stay).
+
+You will not find TBQ and CT here, because the cache does both for every policy. `Storage`, made in
+`thinkv_options.py`, gives each type its format. `OpenSegment` tells the cache the type of the next tokens. The cache
+quantizes its buffer when it holds g tokens (`kv/store.py`), and its pages hold one type (`kv/table.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +38,13 @@ from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 
 def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
-    """φ (§4.1): the type of a thought by its sparsity, uint8. theta: θ1 and θ2; θ1 alone where |T| = 2, which knows
-    no transitions."""
+    """φ (§4.1): the type of a thought by its sparsity, uint8.
+
+    theta: θ1 and θ2. With |T| = 2 it is θ1 alone; then θ2 = ∞, and there are no transitions.
+    """
     low, high = [*theta, float("inf")][:2]
-    slow = torch.where(sparsity < high, REASONING, TRANSITION)
-    kind = torch.where(sparsity < low, EXECUTION, slow)
+    above_low = torch.where(sparsity < high, REASONING, TRANSITION)
+    kind = torch.where(sparsity < low, EXECUTION, above_low)
     return kind.to(torch.uint8)
 
 
@@ -40,8 +52,8 @@ def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
 class ThinKV(ThinKVOptions):
     """Think before you quantize, think before you evict.
 
-    The options give τ (`tau`), g, k (`budget`), |T| (`types`), R (`kept`), θ (`theta`) and L* (`measured`): the
-    layers whose attention is seen every τ tokens. `_kind` tells the type that a text ends in, by its words.
+    The options give the paper's letters: τ is `tau`, g is `g`, k is `budget`, |T| is `types`, R is `kept`, θ is
+    `theta`, and L*, the layers whose attention is seen every τ tokens, is `measured`.
     """
 
     name: ClassVar[str] = "thinkv"
@@ -55,10 +67,13 @@ class ThinKV(ThinKVOptions):
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
         segments = shape.tokens // self.tau + 2
+        # Of every segment its type, and n: how many times it was annealed.
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
-        self._heard: list[list[int]] = [[] for _ in range(shape.rows)]  # with thoughts=keyword: each row's text
-        self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)  # segments annealed, by case
+        # How many times a segment lost tokens, in case 1 and in case 2.
+        self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)
+        # With thoughts=keyword the ids of each row's tokens, prompt and answer.
+        self._heard: list[list[int]] = [[] for _ in range(shape.rows)]
 
     def reset(self, row: int) -> None:
         self.kind[row] = 0
@@ -84,11 +99,11 @@ class ThinKV(ThinKVOptions):
     # -- a step
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
-        look = self._refresh(step)
+        in_any_case = self._refresh(step)
         if self._drops:
-            look = look | self._dropping(step)
+            in_any_case = in_any_case | self._dropping(step)
         over = (step.held() > step.budget) & step.active[:, None]
-        return over | look[:, None], step.budget
+        return over | in_any_case[:, None], step.budget
 
     def listen(self, row: int, ids: Sequence[int]) -> None:
         self._heard[row] += ids
@@ -98,21 +113,21 @@ class ThinKV(ThinKVOptions):
             return
         refresh = self._refresh(step)
         if self.budget is not None or self._drops:
-            yield from self.evict(step)
+            yield from self.evict(step)  # first: case 1 asks for the type of the segment that ends
         if not step.any(refresh):
             return
         kind = self.classify(step)
-        segment = (step.clock // self.tau).long()  # the number of the one that begins
+        segment = (step.clock // self.tau).long()  # the number of the segment that begins
         old = self.kind[step.row, segment]
         self.kind[step.row, segment] = torch.where(refresh, kind, old)
         yield OpenSegment(refresh, kind)
 
     def _refresh(self, step: Step) -> Tensor:
-        """Where the newest token is the last of its segment, or of the prompt: bool [B]."""
+        """The sequences whose newest token is the last of its segment, or of the prompt: bool [B]."""
         return step.active & (step.clock % self.tau == 0)
 
     def _dropping(self, step: Step) -> Tensor:
-        """Where a group of transition tokens is complete and will be dropped: bool [B]."""
+        """With T0, the sequences that have just completed a group of g transition tokens, to be dropped: bool [B]."""
         return step.active & (step.thought == TRANSITION) & (step.clock % self.g == 0)
 
     def classify(self, step: Step) -> Tensor:
@@ -124,34 +139,37 @@ class ThinKV(ThinKVOptions):
         return self._by_sparsity(step)
 
     def _by_sparsity(self, step: Step) -> Tensor:
-        """φ of the sparsity, averaged over the layers L* and the newest queries: uint8 [B]."""
-        p = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, rows, S]
+        """φ of the sparsity, averaged over the layers L* and the last Q queries (`sparsity_rows`): uint8 [B]."""
+        weights = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, Q, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
-        age = torch.arange(p.shape[3] - 1, -1, -1, device=p.device)  # of a row's query, 0: newest
-        last = step.prompt + step.clock - 1
-        asked = torch.where(step.clock % self.tau == 0, last, -1)  # rows that are not due see no token
-        own = asked[:, None] - age  # [B, rows], the queries' positions
-        valid = (pos >= 0) & (pos <= own[..., None, None])  # [L*, B, rows, Ht, S]
-        share = step.ops.sparsity(p.transpose(2, 3), valid)  # [L*, B, rows]
+        age = torch.arange(weights.shape[3] - 1, -1, -1, device=pos.device)  # [Q], of the queries; the newest has 0
+        newest = step.prompt + step.clock - 1  # position of the newest token
+        # Sequences without a refresh see no token; `decide` does not use their type.
+        last = torch.where(step.clock % self.tau == 0, newest, -1)
+        query_pos = last[:, None] - age  # [B, Q]
+        valid = (pos >= 0) & (pos <= query_pos[..., None, None])  # [L*, B, Q, Ht, S]
+        sparsity = step.ops.sparsity(weights.transpose(2, 3), valid)  # [L*, B, Q]
         if self.sparsity_rows == 1:
-            return type_of(share.mean((0, 2)), self.theta)
-        there = last[:, None] >= age  # [B, rows]: short prompts have fewer queries
-        mean = (share * there).sum(-1).mean(0) / there.sum(-1).clamp(min=1)
+            return type_of(sparsity.mean((0, 2)), self.theta)
+        exists = newest[:, None] >= age  # [B, Q]: a short prompt has fewer queries than Q
+        mean = (sparsity * exists).sum(-1).mean(0) / exists.sum(-1).clamp(min=1)
         return type_of(mean, self.theta)
 
     def _by_words(self, step: Step) -> Tensor:
-        """The type that the words of each row's answer tell, where a thought begins: uint8 [B]."""
-        assert self._kind is not None
+        """The type that an answer's last words tell, for the sequences in which a segment begins: uint8 [B]."""
+        assert self._type_of_text is not None
         kind = torch.full_like(step.thought, REASONING)
         for i in self._refresh(step).nonzero().flatten().tolist():
             prompt = int(step.prompt[i])
             text = self._heard[int(step.row[i])]
-            kind[i] = self._kind(text[prompt:])
+            kind[i] = self._type_of_text(text[prompt:])
         return kind
 
     def evict(self, step: Step) -> Iterator[Evict]:
-        """The tokens that go: dropped groups of transitions, and those that segments may not keep."""
+        """TBE: evict the tokens that segments may not keep. With T0 also the group of transition tokens that has just
+        become complete."""
         drop = None
+        # Of every segment the column of its first token, and how many of its tokens are held.
         first, size = step.segments(self.tau, total=self.kind.shape[1])  # [Lt, B, Ht, G]
         excess = step.held() - step.budget
         if self._drops:
@@ -167,7 +185,10 @@ class ThinKV(ThinKVOptions):
             yield Evict(drop)
 
     def _goal(self, step: Step, size: Tensor, excess: Tensor) -> Tensor:
-        """How many tokens each segment may keep, by cases 1 and 2: int32 [B, G]."""
+        """How many tokens each segment may keep, by cases 1 and 2 (`ref/anneal.py`): int32 [B, G].
+
+        Updates `level` and `cases`.
+        """
         goal: Tensor = step.ops.anneal(
             size=size,
             excess=excess,
@@ -189,12 +210,13 @@ class ThinKV(ThinKVOptions):
         return (step.clock - 1).clamp(min=0) // self.tau
 
     def _dropped_segment(self, step: Step) -> Tensor:
-        """The running segments of rows whose transition tokens are dropped: bool [B, G]."""
+        """The running segment of each sequence that drops a group now: bool [B, G]. Its earlier groups are gone
+        already, so it holds this group alone."""
         number = torch.arange(self.kind.shape[1], device=step.clock.device)
         return (number == self._running(step)[:, None]) & self._dropping(step)[:, None]
 
     def _dropped_tokens(self, step: Step) -> Tensor:
-        """The tokens of these segments: bool [Lt, B, Ht, S]."""
+        """The tokens of these segments, which are evicted: bool [Lt, B, Ht, S]."""
         begin = step.prompt + self._running(step) * self.tau
         dropping = self._dropping(step)
         return (step.pos() >= begin[:, None, None]) & dropping[:, None, None]
@@ -238,27 +260,44 @@ class Tbe(ThinKV):
 
 # Choices
 #
-# No code of the authors was found. What the paper leaves open, or says in two ways:
+# No code of the authors was found. Here is what the paper leaves open, or says in two ways.
 #
-# - One type a sequence for all layers (§4.1; listing 1 has one a layer); the type of the first segment is measured
-#   with the prompt's last query; the prompt is reasoning (§6.1), is protected, and takes part in no segment.
-# - The type is measured when the last token of the segment before is in the cache (listing 1: one token later).
-# - The newest query's sparsity is counted from the weights that attention computes anyway; with sparsity_rows > 1 the
-#   weights of all these queries are computed again, from the keys.
-# - thoughts=keyword goes by the words of table 7 instead, of the answer so far (`thoughts.py`); the host reads every
-#   token.
-# - With |T| < 3 there are no transitions, and so no case 1 (§6.2, §E.10).
-# - Case 2 follows case 1 in the same step where that was not enough; both leave the running segment alone.
-# - hard_budget (a budget is a promise): when all ended segments are at the minimum and |S| > k, the running one is
-#   annealed too, then all go to 2, to 1 and at last to 0 tokens; hard_budget=false is the paper's letter.
-# - Case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6 (§4.3: "at each c_t").
-# - Of a cluster the token nearest to the centroid stays, with its own key and value, as in §4.3 (§D.4 also says that
-#   the centroid takes the cluster's place; it is no token's key, and has no position).
-# - K-means begins with the token nearest to the mean, goes on with the farthest ones, and has at most ten rounds; of
-#   equals the older is taken, so that nothing is drawn.
-# - K-means over all KV heads of a layer together, for they share a table; in a stack of finer scope, those that do.
-# - A page all of whose slots were freed returns to the pool, and may become another type's.
-# - T0, in `precision`, drops the tokens of transitions group by group.
-# - The sparsity of a layer is the mean over its KV heads of the share of weights below 1 %. Appendix C.2 averages the
-#   scores across groups first, and then counts.
-# - Two tokens of 2 bits are not packed as one of 4 (§6.1): each format has pages of its own.
+# The type (φ):
+#
+# - A sequence has one type for all layers, as in §4.1. Listing 1 has one for each layer.
+# - The type is measured when the last token of the segment before is in the cache, as in step b of §D.6. Listing 1
+#   measures one token later. So the type of the first segment is measured with the prompt's last query.
+# - The prompt is reasoning, as in §6.1. Here it is also protected, and is part of no segment.
+# - The sparsity of a layer is the mean over its KV heads of the share of weights below 1 % of the row's largest. §C.2
+#   averages the attention scores over the groups, so it averages before it counts.
+# - One query is measured, the newest: a decode step has no other (figure 13). Its weights are those that attention
+#   computes anyway. With sparsity_rows > 1 the weights of all these queries are computed again from the keys.
+# - thoughts=keyword takes the type from the words of the answer so far (`text/thoughts.py`: the words of table 7, and
+#   more). The paper does not use words during inference (§D.2). The host reads every token then.
+# - With |T| < 3 there are no transitions, and so there is no case 1 (§6.3; §E.10 for |T| = 1).
+#
+# Eviction (TBE):
+#
+# - Case 1 comes when a transition has ended, as in listing 1 and in step c of §D.6. §4.3 says "at each transition
+#   thought", which can also be its beginning.
+# - Case 2 follows case 1 in the same step if |S| > k still. By §4.3 it comes if there is no transition, or if all
+#   segments before it are at their minimum.
+# - Both cases leave a segment alone until it has ended. Case 1 also leaves the transition alone that has just ended.
+# - All layers shrink a segment to the same number of tokens: the fullest lane decides.
+# - hard_budget: a budget is a promise. If all ended segments are at the minimum and |S| > k still, the running
+#   segment is annealed, too. Then all segments go to 2, to 1 and at last to 0 tokens. hard_budget=false stops at the
+#   minimum, as the paper does: it found that models loop if whole segments go (§6.3, figure 11a).
+# - Of a cluster one token stays, the nearest to the centroid, with its own key and value. In §4.3 the centroids
+#   "correspond to keys that are retained". In §D.4 a cluster is also "replaced by its centroid key", but a mean of
+#   keys is no token's key and has no position.
+# - The paper does not say how K-means begins and ends. Here it begins with the token nearest to the mean, goes on
+#   with the farthest ones, and has at most ten rounds. Of equals the older is taken. So nothing is random.
+# - K-means sees the keys of all KV heads of a layer together, because these heads share a table (§5.2). In a stack of
+#   finer scope it sees those heads that share one.
+#
+# Storage (TBQ, CT):
+#
+# - A page whose slots are all free returns to the pool, and may become another type's. The paper is silent.
+# - T0 in `precision` drops transition tokens, as in §6.3 and figure 11b. Here they go group by group.
+# - Two tokens of 2 bits are not packed as one of 4 bits, as they are in §6.1: each format has its own pages.
+# - For scales, and the axis that shares one, see the choices in `thinkv_options.py`.

@@ -16,27 +16,32 @@ from minithink.kv.contract import Demand, Model, Policy, See, Shape, Storage
 from minithink.quant import parse, parse_pair
 from minithink.text.thoughts import NAMES, REASONING, ending
 
-MOST = 2**30  # tokens, of whatever: positions are int32
-ROWS = 1024  # queries whose sparsity is averaged, at most
+MOST = 2**30  # the largest number that an option may give for tokens: positions are int32
+ROWS = 1024  # the largest sparsity_rows
 
 
 @dataclass
 class ThinKVOptions(Policy):
-    """What users choose. UsageError: a value makes no sense, or contradicts another."""
+    """The options that users choose.
 
-    budget: int | None = None  # k, tokens that a lane holds, prompt and buffer included
+    Raises UsageError if a value makes no sense, or contradicts another.
+    """
+
+    budget: int | None = None  # k, tokens that a lane may hold, prompt and buffer included; None: no limit
     tau: int = 128  # τ, tokens of a segment
-    retention: str = "64/32/16/8/4"  # R, tokens that a segment keeps, from one time to the next
+    retention: str = "64/32/16/8/4"  # R: a segment that is annealed the n-th time keeps the n-th number of tokens
     hard_budget: bool = True
-    precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2, and T0
-    v_precision: str = ""  # of values; "": the same
-    four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format of 4 bits
-    two: Literal["ternary", "int2s"] = "ternary"  # of 2 bits
-    key_axis: Literal["channel", "token"] = "token"  # what of keys has a scale of its own; of values: a token
+    precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2; T0 drops transitions
+    v_precision: str = ""  # bits of values; "": the same as of keys
+    four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format that has 4 bits
+    two: Literal["ternary", "int2s"] = "ternary"  # the format that has 2 bits
+    # Quantize keys "per channel" (§4.2: a scale for one channel of g keys) or "per token" (a scale for g channels of
+    # one key, at least 16). Values are always quantized per token.
+    key_axis: Literal["channel", "token"] = "token"
     g: int = 16  # tokens that are quantized together, and elements that share a scale
     block: int = 8  # tokens of a page, a power of two
     types: int = 3  # |T|
-    thoughts: Literal["sparsity", "keyword"] = "sparsity"  # what tells types: attention, or words (`thoughts.py`)
+    thoughts: Literal["sparsity", "keyword"] = "sparsity"  # the type comes from attention, or from words
     layers: str = ""  # L*, as in 2/3/5/6; "": the model's calibration
     thresholds: str = ""  # θ1/θ2, ascending; "": the model's calibration
     sparsity_rows: int = 1  # last queries whose sparsity is averaged at a refresh
@@ -72,15 +77,17 @@ class ThinKVOptions(Policy):
                 f"{self.name}: a segment of tau={self.tau} tokens is no multiple of a group of g={self.g}: choose "
                 f"tau={-(-self.tau // self.g) * self.g}."
             )
-        self.kept = self._retained()
+        self.kept = self._retained()  # R as numbers; empty without a budget
+        # Beside the prompt a budget must have room for the buffer, a segment at the minimum, and the newest token.
         self.beside = self.storage.buffer + (self.kept[-1] if self.kept else 0) + 1
-        self._kind: Callable[[Sequence[int]], int] | None = None
+        # With thoughts=keyword: the type of the thought that a text of these tokens ends in.
+        self._type_of_text: Callable[[Sequence[int]], int] | None = None
         self.listens = self.thoughts == "keyword"
         if self.thoughts == "keyword":
             if self.types != 3:
                 raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
             self.capturable = False  # type: ignore[misc]  # the host reads every token
-        self.take_thresholds({})
+        self.take_thresholds({})  # those that the options name; `bind` adds those of the calibration
 
     # -- what follows from the options
 
@@ -109,7 +116,7 @@ class ThinKVOptions(Policy):
             return "plain"
         if 16 in bits:
             raise UsageError(f"{self.name}: a type's keys and values are both of 16 bits, or none: {bits}.")
-        by_token = self.key_axis == "channel"
+        by_token = self.key_axis == "channel"  # a scale per channel: the group that shares it runs along tokens
         pair = f"{self._format(of_keys, by_token)}/{self._format(of_values)}"
         try:
             parse_pair(pair)
@@ -118,7 +125,7 @@ class ThinKVOptions(Policy):
         return pair
 
     def _format(self, bits: int, by_token: bool = False) -> str:
-        """A format with its options. by_token: its groups run along tokens."""
+        """A format with its options. by_token: the numbers that share a scale are one channel of several tokens."""
         names = {8: "fp8", 4: self.four, 2: self.two, 0: self.two}
         name = names[bits]
         if not parse(name).group:
@@ -127,14 +134,14 @@ class ThinKVOptions(Policy):
         return f"{name}:group={max(16, self.g)}{axis}"
 
     def _bits(self, text: str) -> list[int]:
-        """Of transitions, executions, reasoning."""
+        """The bits of each type, in the order of types: transition, execution, reasoning."""
         found = re.fullmatch(r"R(16|8|4|2)E(16|8|4|2)T(16|8|4|2|0)", text)
         if not found:
             raise UsageError(f"{self.name}: the precision {text!r} is none; write as R4E4T2: 16, 8, 4 or 2, and T0.")
         return [int(n) for n in found.groups()][::-1]
 
     def _retained(self) -> tuple[int, ...]:
-        """R; with |T| = 1 half as many tokens each time (§E.10)."""
+        """R as numbers. With |T| = 1 it has every power of two instead (§E.10), down to the last number of R."""
         if self.budget is None:
             return ()
         kept = self._numbers("retention", self.retention, int)
@@ -163,7 +170,8 @@ class ThinKVOptions(Policy):
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
         if self.budget is None or self.hard_budget:
             return super().peaks(tokens, prompt)
-        least = prompt + (tokens // self.tau + 1) * self.kept[-1] + self.tau  # when all ended segments are there
+        # Tokens that are held if all ended segments are at the minimum.
+        least = prompt + (tokens // self.tau + 1) * self.kept[-1] + self.tau
         most = min(tokens, max(self.budget, least) + 1)
         return [[(name, most) for name in self.storage.thoughts]]
 
@@ -177,7 +185,7 @@ class ThinKVOptions(Policy):
 
     def bind(self, model: Model) -> None:
         if self.thoughts == "keyword":
-            self._kind = lambda ids: ending(model.pieces(ids))
+            self._type_of_text = lambda ids: ending(model.pieces(ids))
         if self.calibration:
             self.take_thresholds(model.calibration(self.calibration))
 
@@ -214,7 +222,7 @@ class ThinKVOptions(Policy):
 
     def setup(self, shape: Shape) -> None:
         """Check the options against the model. `ThinKV` allocates its state."""
-        if self.thoughts == "keyword" and self._kind is None:
+        if self.thoughts == "keyword" and self._type_of_text is None:
             raise UsageError(f"{self.name} reads the text with thoughts=keyword, and there is no tokenizer here.")
         if self._measures and not (self.theta and self.measured):
             raise UsageError(
@@ -229,13 +237,15 @@ class ThinKVOptions(Policy):
 #
 # Where the paper is silent or says two things:
 #
-# - Calibration finds the layers L* and the thresholds. Where no layer has |T| modes, thresholds are quantiles of the
-#   sparsity (`calibrate/choose.py`), and users are told: keywords would have to be words that the model uses.
-# - With |T| = 2 there are executions and reasoning, with |T| = 1 reasoning alone; then a segment goes to the next
-#   lower power of two, down to the last number of R (§E.10).
-# - A scale belongs to one key and 16 of its channels, as it does with values. §4.2 has one for each channel of g
-#   keys, which is key_axis=channel: their slots are used again one by one, and a row of scales lives until the last
-#   key is gone, so that it takes more bytes (docs/thinkv.md).
-# - FP8's scale, and a second one of NVFP4, are a layer's and sequence's, for keys and for values: of the whole
-#   prompt, with room for numbers twice as large.
-# - A g below 16 makes short groups of keys, 16 channels of values.
+# - Calibration finds the layers L* and the thresholds (algorithm 1). If no layer has |T| modes for most prompts,
+#   thresholds are quantiles of the sparsity (`calibrate/choose.py`), and users are told. Keywords are not used
+#   instead, because a model may use other words.
+# - With |T| = 2 the types are execution and reasoning, with |T| = 1 reasoning alone. With |T| = 1 a segment goes to
+#   the next lower power of two (§E.10: to the nearest one), down to the last number of R.
+# - A scale belongs to 16 channels of one key, as it does with values. §4.2 has a scale for each channel of g keys;
+#   that is key_axis=channel. It takes more bytes (docs/thinkv.md): the g keys share a row of scales, and it stays
+#   until the last of them is evicted, because slots are freed one by one.
+# - FP8 has one scale for each layer and sequence, and so has NVFP4 beside its group scales; keys and values have
+#   their own. They come from the whole prompt, with room for numbers twice as large. §4.2 says "per-tensor" for FP8,
+#   and names no second scale for NVFP4.
+# - With g below 16 and key_axis=channel, a scale belongs to g keys. Scales of channels still belong to 16 of them.
