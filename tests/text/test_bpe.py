@@ -81,6 +81,30 @@ def test_bytes_without_a_token_are_dropped() -> None:
     assert encoding.encode(spelled("\x13\x1d")) == []
 
 
+def test_half_characters_have_bytes_too() -> None:
+    """Lone surrogates, which Python makes of bytes that are no text."""
+    assert bytes_of(spelled("\udc80")) == b"\xed\xb2\x80"
+
+
+def test_a_token_that_is_not_spelled_stands_for_its_own_utf8() -> None:
+    assert bytes_of("\u2581a") == "\u2581a".encode()
+    assert bytes_of("\u0120a") == b" a"
+
+
+def test_bytes_that_no_text_has_are_not_missed() -> None:
+    """UTF-8 begins no character with F5 or more; F4 is its largest byte."""
+    spec = with_merges()
+    for byte in (0xC0, 0xF4, 0xF5, 0xFF):
+        [symbol] = [symbol for symbol in ALPHABET if bytes_of(symbol) == bytes([byte])]
+        del spec["vocab"][symbol]
+    assert BytePairEncoding.from_spec(spec).missing_bytes() == [0xF4]
+
+
+def test_a_merge_that_is_listed_twice_is_made_where_it_stands_last() -> None:
+    spec = with_merges("a b", "ab c", "a b")
+    assert BytePairEncoding.from_spec(spec).made_in_order() == [257, 256]
+
+
 @pytest.mark.parametrize(("fuses", "unknown"), [(False, [9, 9]), (True, [9])])
 def test_unknown_neighbours_become_one_token_if_they_are_fused(fuses: bool, unknown: list[int]) -> None:
     """Those that stand apart become one each, and at the start of the next word it begins anew."""
