@@ -87,7 +87,7 @@ class Shape:
 class See(Flag):
     """What a policy may ask to see; keys, values, positions and tokens need no demand."""
 
-    MASS = auto()  # attention probability that each cached token got from the newest queries
+    MASS = auto()  # attention probability that each cached token got from the newest query, or from a whole prompt
     ROWS = auto()  # attention rows of the last queries; that of the newest alone costs no second look at the keys
     QUERY = auto()  # the last queries themselves, rotated
     HIDDEN = auto()  # the residual stream after a layer
@@ -140,8 +140,8 @@ class Evict:
 
     drop: Tensor  # bool [Lt, B, Ht, S]; [B, Ht, S] with `layer`
     layer: int | None = None  # None: all tables
-    # Whoever compresses prompts lets go of tokens that another policy of the stack protects. Its `cap` says to how
-    # many; the others protect what is left.
+    # A policy that compresses the prompt may evict tokens that another policy of the stack protects. It keeps at most
+    # `cap` tokens of the prompt, and the others protect what is left.
     even_protected: bool = False
 
 
@@ -215,7 +215,7 @@ class Storage:
 
 
 class Step(Protocol):
-    """What a policy sees between two forward passes. Layers of tensors without L are picked by `layer`."""
+    """What a policy sees between two forward passes. With `layer` a tensor is of that layer alone, without Lt."""
 
     shape: Shape
     row: Tensor  # int64 [B]: number of each row that is shown, under which a policy keeps what it remembers of it
@@ -266,8 +266,9 @@ class Step(Protocol):
         """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
     def mass(self, layer: int | None = None) -> Tensor:
-        """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none"; without `layer` of all layers, [L, B, …]. After
-        the prompt: summed over its queries."""
+        """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none"; without `layer` of all layers, [L, B, …]. It is
+        that of the newest query. When the prompt was just read (clock 0), it is the sum over all the prompt's queries
+        (`Demand.prompt`)."""
 
     def rows(self, layer: int) -> Tensor:
         """ROWS, float32 [B, Hkv, rows, S] (or Hq): the newest query is the last row; rows not yet there are 0."""

@@ -8,8 +8,11 @@ side in one tensor, and every token has a column:
     fmt        [Lt, Ht, S]      the format in which the token is stored, an index into Storage.formats
     count      [Lt, Ht]         tokens that the lane holds
 
-Lanes that always hold the same tokens share one row of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1
-(`kv/contract.py`). Columns without a token hold 0.
+There are L layers, Hkv KV heads, S columns, and D numbers in a head. Lanes that always hold the same tokens share one
+row of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1 (`Policy.scope` in `kv/contract.py`). Columns
+without a token hold 0.
+
+For a policy that only evicts, such as R-KV, read down to `evict`. The rest is about quantization and bytes.
 
 A text consists of *segments*, each of some thought type, and a type has a format (`Storage.thoughts`). Most policies
 have one type. Where tokens are quantized together, generated tokens first wait in full precision until
@@ -17,11 +20,17 @@ have one type. Where tokens are quantized together, generated tokens first wait 
 
 What can happen to the tokens:
 
-    append      new tokens take the next columns
-    evict       tokens are dropped, and the others close ranks
+    append      new tokens take the next columns; `write` then fills these, layer by layer
+    evict       tokens are dropped, and those behind them move up
     quantize    tokens are rounded to a format, together
     requantize  single tokens move to another format
-    measure, settle, flush, age    when tokens are quantized, in the life of a sequence
+
+When they are quantized, in the life of a sequence:
+
+    measure     the prompt was read: formats with an FP32 scale take it from the prompt
+    settle      the policy has acted on the prompt: its remaining tokens are quantized
+    flush       the buffer is full: its tokens are quantized together
+    age         with `Storage.lag`: a value is quantized once it is too old to be read in full precision
 
 A quantized number lies here as the number that its code stands for: quantize, then dequantize. So this file takes as
 much memory as a full cache of the tokens held, and only counts the bytes that their codes would take (`bytes_of`).
@@ -75,17 +84,17 @@ class Lanes:
         self.pairs = [pair_of(name, shape.head_dim, dtype) for name in storage.formats]
         check_storage(storage, self.pairs)
         tables, _, heads = shape.tables
-        numbers = (shape.layers, shape.kv_heads, FIRST_COLUMNS, shape.head_dim)
-        lists = (tables, heads, FIRST_COLUMNS)
-        self.k = torch.zeros(numbers, dtype=dtype, device=shape.device)
+        of_numbers = (shape.layers, shape.kv_heads, FIRST_COLUMNS, shape.head_dim)  # [L, Hkv, S, D]
+        of_tokens = (tables, heads, FIRST_COLUMNS)  # [Lt, Ht, S]
+        self.k = torch.zeros(of_numbers, dtype=dtype, device=shape.device)
         self.v = torch.zeros_like(self.k)
-        self.pos = torch.full(lists, -1, dtype=torch.int32, device=shape.device)
-        self.fmt = torch.zeros(lists, dtype=torch.uint8, device=shape.device)
+        self.pos = torch.full(of_tokens, -1, dtype=torch.int32, device=shape.device)
+        self.fmt = torch.zeros(of_tokens, dtype=torch.uint8, device=shape.device)
         self.count = torch.zeros(tables, heads, dtype=torch.int32, device=shape.device)
         self.kind = torch.zeros_like(self.fmt)  # thought type of the segment in which the token was stored
         # Tokens whose keys were quantized together by token share a group; its number counts the scales' bytes.
-        self.group = torch.zeros(lists, dtype=torch.int32, device=shape.device)
-        self.groups = 0  # numbers that were given
+        self.group = torch.zeros(of_tokens, dtype=torch.int32, device=shape.device)
+        self.groups = 0  # groups so far; the next one gets this number
         # Integers shrink bit by bit from the first format that a number was quantized in (PM-KVQ). So the number
         # before its quantization is kept, and which format was its first.
         self.exact_k = torch.zeros_like(self.k) if storage.shrink else self.k[:, :, :0]
@@ -131,7 +140,10 @@ class Lanes:
     # -- new tokens
 
     def append(self, n: int) -> None:
-        """Give columns to n new tokens, which stand at the next positions; `write` fills them layer by layer."""
+        """Give columns to n new tokens, which stand at the next positions of the text.
+
+        Their keys and values are not known yet: `write` stores them, layer by layer.
+        """
         self._make_room(self.width + n)
         index = torch.arange(n, device=self.pos.device, dtype=torch.int32)
         columns = (self.count[..., None] + index).long()  # [Lt, Ht, n]
@@ -154,7 +166,7 @@ class Lanes:
 
     @property
     def home(self) -> int:
-        """The format of the running segment's type."""
+        """The format of the running segment's type, as an index into Storage.formats."""
         return self.storage.formats.index(self.storage.thoughts[self.thought])
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -193,7 +205,7 @@ class Lanes:
     # -- eviction
 
     def evict(self, drop: Tensor) -> None:
-        """Drop tokens; the others close ranks and keep their order. drop: bool [Lt, Ht, S]."""
+        """Drop tokens; those behind them move up and keep their order. drop: bool [Lt, Ht, S]."""
         before = self.width
         stays = (self.positions() >= 0) & ~drop
         self.count = stays.sum(-1, dtype=torch.int32)
@@ -201,22 +213,22 @@ class Lanes:
         self.even = bool((self.count == self.width).all())
         # A stable sort puts the columns of remaining tokens first.
         order = stays.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : self.width]
-        held = torch.arange(self.width, device=drop.device) < self.count[..., None]
-        for lists in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
-            empty = -1 if lists is self.pos else 0
-            moved = lists.gather(-1, order).where(held, empty)
-            lists[..., : self.width] = moved
-            lists[..., self.width : before] = empty
+        filled = torch.arange(self.width, device=drop.device) < self.count[..., None]  # columns with a token
+        for per_token in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
+            empty = -1 if per_token is self.pos else 0
+            moved = per_token.gather(-1, order).where(filled, empty)
+            per_token[..., : self.width] = moved
+            per_token[..., self.width : before] = empty
         order = self._in_all_lanes(order)
-        held = self._in_all_lanes(held)[..., None]
+        filled = self._in_all_lanes(filled)[..., None]
         numbers = [self.k, self.v, self.exact_k, self.exact_v] if self.storage.shrink else [self.k, self.v]
         for x in numbers:
             moved = pick(x, order)
-            x[:, :, : self.width] = moved if self.even else moved.where(held, 0)
+            x[:, :, : self.width] = moved if self.even else moved.where(filled, 0)
             x[:, :, self.width : before] = 0
 
     def _in_all_lanes(self, x: Tensor) -> Tensor:
-        """One row for every lane: [Lt, Ht, n] → [L, Hkv, n]."""
+        """Repeat what lanes share, so that each has its own: [Lt, Ht, n] → [L, Hkv, n]."""
         return x.expand(self.shape.layers, self.shape.kv_heads, x.shape[-1])
 
     # -- quantization
@@ -428,7 +440,7 @@ def pick(x: Tensor, columns: Tensor) -> Tensor:
     """Some columns of every lane. x: [L, Hkv, S, D], columns: int64 [L, Hkv, n] → [L, Hkv, n, D]."""
     layers, heads, width, dim = x.shape
     lane = torch.arange(layers * heads, device=x.device).view(layers, heads, 1)
-    rows = lane * width + columns  # of a matrix that has all lanes one below the other
+    rows = lane * width + columns  # of a matrix [L·Hkv·S, D], in which the lanes stand one below the other
     return x.reshape(-1, dim).index_select(0, rows.flatten()).view(*columns.shape, dim)
 
 
@@ -442,7 +454,8 @@ def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:
 
 
 def check_storage(storage: Storage, pairs: list[Pair]) -> None:
-    """UsageError: tokens are to be quantized together, and nothing lets them wait for each other."""
+    """Raise UsageError if a format cannot be stored in this way. Tokens that are quantized together need a buffer, in
+    which they wait for each other."""
     by_token = any(pair.by_token for pair in pairs)
     if storage.shrink and by_token:
         raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")

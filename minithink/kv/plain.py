@@ -3,12 +3,15 @@
 It runs every policy of this project. Each sequence has its keys and values in ordinary tensors (`kv/lanes.py`), and
 a policy is shown one sequence at a time. There are no pages, no batch tensors and no graphs.
 
+A *lane* is what one KV head of one layer holds of a sequence: a list of tokens, each in a *column*. When tokens are
+evicted, those behind them move up, so a token's column changes. Its position in the text does not.
+
 The decoder feeds new tokens through its layers, and asks a cache four things:
 
     begin_step   which sequences run, and with how many new tokens each: these tokens get columns
-    attend       (per layer) rotate the new queries and keys, store keys and values, attend over all tokens held, and
-                 keep what the policy wants to see
-    tap          (per layer) the residual stream passes by; a policy may steer it
+    attend       (per layer) rotate the new queries and keys, store keys and values in these columns, attend over all
+                 tokens held, the new ones included, and keep what the policy wants to see
+    tap          (per layer, and after the final norm) the residual stream passes by; a policy may steer it
     end_step     for each sequence: the policy decides, and its edits are applied
 
 Edits happen in `end_step` alone, so the policy sees the cache as the forward pass left it. Their order is fixed:
@@ -18,12 +21,23 @@ Edits happen in `end_step` alone, so the policy sees the cache as the forward pa
     3. a prompt that was just read is stored in its format; later, a full buffer is quantized
     4. a new segment begins
 
+A policy that only evicts, such as R-KV, causes step 2 alone. A new budget (`SetBudget`) holds from the next step on.
+
 A prompt may be read in several steps. It has full precision, and is not edited, until its last token was read. Then
 the policy acts on it once.
 
-The file in its order: `Running` is one sequence, and `Seen` what a policy demanded to see of it. `PlainCache` has the
-four calls above, each with its helpers below it. `PlainStep` is what a policy is shown. Its tensors have an axis for
-sequences, because policies are written for batches: here its length is 1.
+The file in its order: `Running` is one sequence, `Seen` what a policy demanded to see of it, and `Pass` what one
+forward pass knows of it. `PlainCache` has the four calls above, each with its helpers below it. `PlainStep` is what a
+policy is shown. Its tensors have an axis for sequences, because policies are written for batches: its length is 1.
+
+Letters in the shapes of tensors:
+
+    N, n     new tokens of a forward pass: of all sequences, and of one
+    S        columns, as many as the fullest lane has tokens
+    L        layers
+    Hq, Hkv  query heads and KV heads; g query heads share a KV head
+    D, d     numbers of a head, and of the residual stream
+    Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
 
 `kv/manager.py` does the same for many sequences at once, in pages, and as CUDA graphs. Property-based tests hold it
 to this file (tests/kv/test_plain.py): the same tokens, formats, budgets and bytes, and the same logits.
@@ -73,10 +87,15 @@ QUERY_BLOCK = 128  # prompt queries whose attention weights are in memory at onc
 
 @dataclass
 class Seen:
-    """What a policy has demanded to see of one sequence (`contract.Demand`)."""
+    """What a policy has demanded to see of one sequence (`contract.Demand`).
+
+    `mass` and `newest` are attention weights, by layer and group rule. A generated token replaces what is demanded of
+    it by the weights of its own query. After a prompt the two differ: `mass` is then the sum over all queries of the
+    prompt, and `newest` is that of the last query alone.
+    """
 
     mass: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
-    newest: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # the same, of the newest query alone
+    newest: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
     queries: dict[int, Tensor] = field(default_factory=dict)  # layer → [Hq, n, D], the newest last
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer → [d]
 
@@ -90,20 +109,24 @@ class Running:
     """One sequence in the cache."""
 
     seq: int
-    row: int  # under this number the policy keeps its state of the sequence
+    row: int  # its slot, 0 to rows − 1: under this number the policy keeps its state of the sequence
     lanes: Lanes
     capacity: int  # tokens that the sequence may have at most
     prompt: int  # tokens of the prompt
     thinking: bool  # whether it is in the think stage
     staged: bool  # whether it has ever been in the think stage
-    budgets: dict[int, Tensor]  # id() of each policy of a stack → tokens, int32 [Lt, 1, Ht]
+    budgets: dict[int, Tensor]  # id() of the policy, or of each policy of a stack → tokens, int32 [Lt, 1, Ht]
     seen: Seen = field(default_factory=Seen)
     token: int = -1  # the newest token's id; −1: it is not known
     kinds: list[int] = field(default_factory=list)  # the thought types of its segments
 
     @property
     def clock(self) -> int:
-        """Generated tokens in the cache; negative while the prompt is read."""
+        """Generated tokens in the cache; 0: all of the prompt is there; negative: a part of it is still to come.
+
+        `begin_step` already counts the new tokens. So in `attend` of the pass that completes a prompt this is 0, and
+        of the pass that feeds the first generated token it is 1.
+        """
         return self.lanes.length - self.prompt
 
 
@@ -112,7 +135,7 @@ class Pass:
     """What one forward pass knows of one of its sequences."""
 
     running: Running
-    rows: slice  # which rows of the decoder's tensors are this sequence's new tokens
+    rows: slice  # which rows of the decoder's tensors [N, …] are this sequence's new tokens
     tokens: list[int]  # their ids; empty: they are not known
     prompt: bool  # whether these tokens are a part of the prompt
     demands: tuple[Demand, ...]  # what the policy wants to see of this pass
@@ -137,7 +160,7 @@ class PlainCache:
         """
         Args:
             policy: decides which tokens stay; it belongs to this cache from now on.
-            rows: sequences at once.
+            rows: how many sequences there may be at once.
             tokens: the longest that a sequence may become, prompt and answer.
             dtype: the model's number type.
             backend: the operations that policies choose with.
@@ -177,12 +200,12 @@ class PlainCache:
         self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
         self.sequences: dict[int, Running] = {}  # by their numbers
         self._now: list[Pass] = []  # of the forward pass that is under way
-        self._cos = self._sin = torch.empty(0)  # of its tokens
+        self._cos = self._sin = torch.empty(0)  # rotations of its new tokens, [N, 1, D]
 
     # -- sequences come and go
 
     def check(self, prompt: int, budget: int | None = None) -> None:
-        """Refuse a budget that a protected prompt does not fit into. UsageError: names a budget that is enough."""
+        """Raise UsageError if a protected prompt does not fit into the budget. The error names one that is enough."""
         check_budget(self.policy, prompt, budget)
 
     @torch.no_grad()
@@ -251,28 +274,28 @@ class PlainCache:
             running = self.sequences[seq]
             lanes = running.lanes
             position += range(lanes.length, lanes.length + count)
-            prompt = running.clock < 0
+            in_prompt = running.clock < 0
             lanes.append(count)
-            if not prompt:
-                lanes.age()
+            if not in_prompt:
+                lanes.age()  # with `Storage.lag` alone (KIVI)
             ids = list(tokens[start : start + count]) if tokens else []
             running.token = ids[-1] if ids else -1
-            if not prompt:
+            if not in_prompt:
                 self._follow_stage(running)
             self._now.append(
                 Pass(
                     running=running,
                     rows=slice(start, start + count),
                     tokens=ids,
-                    prompt=prompt,
-                    demands=self._demands_due(running, prompt),
+                    prompt=in_prompt,
+                    demands=self._demands_due(running, in_prompt),
                 )
             )
             start += count
         self._cos, self._sin = self.rope.at(torch.tensor(position, device=self.device))
 
     def _refuse_wrong(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
-        """ValueError: sequences, or the counts of their new tokens, are wrong."""
+        """Raise ValueError if the sequences, or the counts of their new tokens, are wrong."""
         if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
             raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
         for seq, count in zip(seqs, counts, strict=True):
@@ -292,17 +315,17 @@ class PlainCache:
             running.thinking = running.token == opens
             running.staged = True
 
-    def _demands_due(self, running: Running, prompt: bool) -> tuple[Demand, ...]:
+    def _demands_due(self, running: Running, in_prompt: bool) -> tuple[Demand, ...]:
         """What the policy wants to see of this pass."""
-        if prompt:
+        if in_prompt:
             return tuple(self.policy.demands)
         return tuple(d for d in self.policy.demands if running.clock % d.every == 0)
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend.
+        """One layer: rotate the new queries and keys, store keys and values, and attend.
 
         Args:
-            qk: [N, Hq + Hkv, D], unrotated. Rows behind the announced tokens are padding.
+            qk: [N, Hq + Hkv, D], unrotated queries and keys. Rows behind the announced tokens are padding.
             v: [N, Hkv, D].
 
         Returns:
@@ -331,7 +354,7 @@ class PlainCache:
         running = now.running
         k = running.lanes.keys(layer)
         out = attention(q, k, running.lanes.values(layer))
-        first = k.shape[1] - len(q)  # position of the first query
+        first = k.shape[1] - len(q)  # position of the first query: no token is evicted yet, so columns are positions
         groups = {d.group for d in demanded(now.demands, See.MASS, layer) if d.prompt}
         for group in groups:
             mass = running.seen.mass.get((layer, group))
@@ -343,14 +366,14 @@ class PlainCache:
                 block = q[start : start + QUERY_BLOCK]
                 total += causal_weights(block, k, first + start, group).sum(0)
             running.seen.mass[layer, group] = total
-        if running.clock == 0:
+        if running.clock == 0:  # these tokens complete the prompt: keep what is asked of its last query
             for group, what in self._weights_asked(now.demands, layer).items():
                 if what & See.ROWS:
                     running.seen.newest[layer, group] = causal_weights(q[-1:], k, k.shape[1] - 1, group)[0]
         return out
 
     def _attend_token(self, layer: int, now: Pass, raw: Tensor, q: Tensor) -> Tensor:
-        """Attention of one generated token over the tokens that its lanes hold.
+        """Attention of one generated token over the tokens that its lanes hold, itself included.
 
         Args:
             raw: [1, Hq, D], the unrotated query.
@@ -382,8 +405,17 @@ class PlainCache:
         return decode_attention(q, k, v, None if valid is None else mask)
 
     def _pull_near(self, layer: int, now: Pass, raw: Tensor, k: Tensor, logits: Tensor) -> Tensor:
-        """Attend tokens below `Policy.pull` as if they stood directly before the next token that is held: with a
-        second copy of the query, rotated to that distance. logits: [1, Hkv, g, S], as they are without."""
+        """Bring the first `Policy.pull` tokens of the text nearer, as StreamingLLM's cache positions do.
+
+        Evictions leave a gap of positions behind these tokens. They are attended as if there were no gap: by a second
+        copy of the query, which is rotated to a position that is smaller by the gap.
+
+        Args:
+            logits: [1, Hkv, g, S], of the query at its own position.
+
+        Returns:
+            The same, with other logits for these tokens.
+        """
         lanes = now.running.lanes
         pull = self.policy.pull
         pos = lanes.positions()[lanes.table(layer)]  # [Ht, S]
@@ -418,8 +450,12 @@ class PlainCache:
         queries[layer] = torch.cat((queries[layer], q.transpose(0, 1)), dim=1)[:, -most:]
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Let the policy steer the residual stream, and keep it if the policy wants to see it. Behind the final norm
-        (−1) the policy may look at the whole step. hidden: [N, d]."""
+        """Let the policy steer the residual stream, and keep it if the policy wants to see it.
+
+        Args:
+            layer: the layer that has just run; −1: the final norm. After that comes `Policy.watch`.
+            hidden: [N, d].
+        """
         parts = []
         for now in self._now:
             own = hidden[now.rows]
@@ -442,6 +478,7 @@ class PlainCache:
         for now in steps:
             running = now.running
             for policy in self.listening:
+                # Ids that are not known (−1) are left out. A generated token is told all the same: as an empty list.
                 if now.tokens or not now.prompt:
                     policy.listen(running.row, [token for token in now.tokens if token >= 0])
             if running.clock < 0:  # a part of the prompt is still to come
@@ -467,16 +504,18 @@ class PlainCache:
             The thought type of the segment that begins; None: no segment begins.
         """
         step = self._view(running)
-        # A capturable policy says in `due` when it must act. Any other policy is asked after every step.
+        # A capturable policy says in `due` when it must act: the paged manager has its `decide` as a CUDA graph, and
+        # launches it only then. Any other policy is asked after every step.
         if not always and self.policy.capturable and not self._is_due(step):
             return None
         edits: list[tuple[Policy, Edit]] = []  # each with its author
         for policy in self.deciding:
-            seen = step.seen_by(policy)
+            view = step.seen_by(policy)
             found = checks.yielded(
-                policy, policy.decide(seen), seen, self.storage, captures=self.policy.capturable, asks=True
+                policy, policy.decide(view), view, self.storage, captures=self.policy.capturable, asks=True
             )
             edits += [(policy, edit) for edit in found]
+        # Masks are [Lt, 1, Ht, S], as `PlainStep` shows tokens; `Lanes` takes them without the axis of one sequence.
         drop = self._dropped(step, edits)
         for _, edit in edits:
             if isinstance(edit, Requantize):
@@ -499,8 +538,8 @@ class PlainCache:
     def _is_due(self, step: PlainStep) -> bool:
         """Whether a lane must evict now."""
         for policy in self.deciding:
-            seen = step.seen_by(policy)
-            due, _ = checks.due(policy, policy.due(seen), seen)
+            view = step.seen_by(policy)
+            due, _ = checks.due(policy, policy.due(view), view)
             if due.any():
                 return True
         return False
@@ -541,7 +580,8 @@ class PlainCache:
         running = self.sequences[seq]
         payload, scales = running.lanes.bytes_of()
         shape = self.shape
-        tokens = self.storage.buffer * 2 + (1 if self.storage.lag else 0)
+        # Every KV head has room for the keys and values of a full buffer; `Storage.lag` needs one more value.
+        vectors = self.storage.buffer * 2 + (1 if self.storage.lag else 0)
         number = torch.empty((), dtype=self.dtype).element_size()
         tables = (running.lanes.positions(), running.lanes.formats(), running.lanes.count)
         state = sum(x.nbytes for x in self.policy.state()) // shape.rows
@@ -550,7 +590,7 @@ class PlainCache:
             payload=payload,
             scales=scales,
             tables=sum(x.numel() * x.element_size() for x in tables),
-            buffers=tokens * shape.layers * shape.kv_heads * shape.head_dim * number,
+            buffers=vectors * shape.layers * shape.kv_heads * shape.head_dim * number,
             state=state,
             observations=sum(x.nbytes for x in running.seen.tensors()),
         )
@@ -622,11 +662,11 @@ class PlainStep:
         self.tokens = torch.tensor([running.token], device=device)
         # A prompt counts as thinking if it ends inside the think stage. A generated token also counts while the text
         # has never opened the stage.
-        reads = running.clock <= 0
-        thinks = running.thinking if reads else running.thinking or not running.staged
+        in_prompt = running.clock <= 0
+        thinks = running.thinking if in_prompt else running.thinking or not running.staged
         self.thinking = torch.tensor([thinks], device=device)
         self.thought = torch.tensor([running.lanes.thought], dtype=torch.uint8, device=device)
-        # tokens: int32 [Lt, 1, Ht]; a stack itself sees its first member's
+        # Tokens of every lane, int32 [Lt, 1, Ht]. The view of a whole stack has the budget of the first member.
         self.budget = running.budgets.get(id(policy), next(iter(running.budgets.values())))
         self.protects = self.prompt if cache.policy.protect_prompt else torch.zeros_like(self.prompt)
         self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
@@ -662,7 +702,7 @@ class PlainStep:
         """With an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
         return x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
 
-    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:  # rows: there is one, which is always given
+    def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:  # rows: sequences to read; here there is one
         return self.running.lanes.keys(layer)[None]
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
@@ -684,13 +724,16 @@ class PlainStep:
 
     def rows(self, layer: int) -> Tensor:
         demand = self._demand(See.ROWS, layer)
-        if demand.rows == 1:  # kept when the layer attended
+        if demand.rows == 1:  # these weights were kept when the layer attended; more rows are computed again here
             return self._weights(self.running.seen.newest, layer, demand.group).unsqueeze(2)
         queries = self._last_queries(layer, demand.rows)
         return query_rows(queries, self.keys(layer), self.pos(layer), self.length, demand.group)
 
     def _weights(self, kept: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
-        """Attention weights that were kept, 0 if none were: [1, heads, S]."""
+        """Attention weights from the last pass in which they were due, 0 if they never were: [1, heads, S].
+
+        A policy reads them in the step of that pass. Later an eviction may have moved the tokens to other columns.
+        """
         width = self.running.lanes.width
         if (layer, group) not in kept:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
@@ -714,10 +757,10 @@ class PlainStep:
                 return demand
         raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
 
-    # -- for recorders and graphs, which are not here
+    # -- for traces and CUDA graphs, which only the paged manager has
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
-        """Nobody listens."""
+        """Do nothing: this manager writes no traces."""
 
     def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
         return bool((what if isinstance(what, Tensor) else what()).any())
