@@ -1,5 +1,8 @@
 """R-KV: keep tokens that the newest queries attend to and that do not repeat others.
 
+A reasoning model repeats itself. Attention alone would keep every copy of a thought that it still looks at. R-KV
+lowers the score of tokens whose keys resemble other keys, so that the budget goes to different tokens.
+
 Once a KV head holds budget + buffer tokens, it evicts down to the budget. It keeps the last α tokens, and of the
 older ones those with the largest
 
@@ -7,11 +10,15 @@ older ones those with the largest
 
 Importance Ĩ is the attention of the last α queries, smoothed over neighbouring keys (`ref/window_importance.py`):
 
-    Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)      w: the last α queries; g: the query heads of the KV head
+    Ĩ = pool(mean_w softmax_j max_g q_w·k_j/√D)      j: the older tokens; w: the last α queries; g: the query heads
+                                                     of the KV head
 
 Redundancy R says how much a key resembles the others (`ref/redundancy.py`):
 
-    R = softmax_j mean_i C_ij      C_ij: the cosine of keys i and j, 0 for i = j and for the newest j with C_ij > T
+    R = softmax_j mean_i C_ij      i, j: all tokens held; C_ij: the cosine of keys i and j, 0 for i = j and for the
+                                   newest j with C_ij > T
+
+The last rule spares the newest of the keys that resemble key i: of several copies the latest loses least.
 """
 
 from __future__ import annotations
@@ -35,15 +42,15 @@ class Rkv(Scored):
     budget: int | None = None  # tokens that a KV head keeps, the prompt's and the last α included
     lam: float = 0.1  # λ, weight of importance against redundancy, 0 to 1
     alpha: int = 8  # α, tokens: newest queries that score, and newest keys that always stay
-    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
+    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction (not `Storage.buffer`)
     threshold: float = 0.5  # T, cosine above which two keys are similar
-    recent: float = 0.0  # share of the budget beside a protected prompt for the newest tokens, 0 to 1; at least α
+    recent: float = 0.0  # the newest tokens get this share of the room (`Policy.room`), 0 to 1, if it is more than α
     kernel_size: int = 7  # k, keys: width of the pooling along the sequence, odd
     pooling: Literal["max", "avg"] = "max"
     global_clock: bool = False  # evict when the whole sequence passes a multiple of `buffer` tokens
-    schedule: str = "every"
+    schedule: str = "every"  # other rules of when to evict, and down to what (`kv/schedule.py`)
     protect_prompt: bool = False
-    exempt_answer: bool = False  # the code's compression_content="think"
+    exempt_answer: bool = False  # evict only while the model thinks; the code's compression_content="think"
     # Move the remaining tokens together after an eviction: before the next step (gather), or beside it (overlapped).
     # The generated tokens are the same.
     compaction: Literal["none", "gather", "overlapped"] = "none"
@@ -107,7 +114,7 @@ class Rkv(Scored):
 # Choices
 #
 # The formulas follow the authors' code, Zefan-Cai/R-KV@d15c976 `rkv/compression/r1_kv.py`, because the paper was not
-# at hand; defaults are the paper's.
+# at hand. The defaults are given as the paper's; SkipKV's paper, which follows R-KV, names λ = 0.1 and 128 tokens.
 #
 # When heads evict:
 #

@@ -5,8 +5,10 @@ Most methods differ in two things alone, and their classes say just these two:
     window_size   how many of the newest tokens stay, whatever their scores: the window
     score         what the tokens before the window are worth, layer by layer; or `scores`, of all layers at once
 
-The rest is here. A lane that must evict (`Policy.due`) has room for so many tokens beside its protected ones
-(`Policy.room`). The window comes first, and the places that are left go to the tokens with the best scores:
+The rest is here. `Policy.due` says which lanes must evict, and how many tokens each may keep. Protected tokens, such
+as a prompt's with `protect_prompt`, stay in any case; what they leave of this number is the lane's room
+(`Policy.room`). The window takes its part of the room first, and the places that are left go to the older tokens with
+the best scores:
 
     room = window + places
 """
@@ -32,8 +34,8 @@ class Choice:
     """
 
     due: Tensor  # bool [Lt, B, Ht]: lanes that must evict
-    rows: Tensor  # bool [B]: rows with such a lane
-    held: Tensor  # all tokens of these lanes
+    rows: Tensor  # bool [B]: sequences with such a lane
+    held: Tensor  # mask of all tokens that these lanes hold (`Step.held` counts them)
     older: Tensor  # of them, those before the window; protected tokens are among them
     candidates: Tensor  # of the older ones, those that are not protected
     places: Tensor  # int32 [Lt, B, Ht]: how many candidates stay
@@ -52,8 +54,8 @@ class Choice:
 class Scored(Policy):
     """Keep a window of newest tokens, and the best of the older ones."""
 
-    # The tokens whose scores a trace shows: a mask of `Choice`, by its name. "": none, where scores are positions or
-    # lots, which tell a reader nothing.
+    # The tokens whose scores are written to a trace: a mask of `Choice`, by its name. "": none, where scores are
+    # positions or random numbers, which tell a reader nothing.
     traced: ClassVar[Literal["candidates", "older", ""]] = "candidates"
 
     # -- what a method says
@@ -89,7 +91,7 @@ class Scored(Policy):
     # -- what all methods share
 
     def decide(self, step: Step) -> Iterator[Edit]:
-        due, _ = self.due(step)
+        due, _ = self.due(step)  # how many tokens each lane may keep counts in `room`
         if not step.any(due):
             return
         choice = self.choice(step, due)
@@ -103,7 +105,7 @@ class Scored(Policy):
         protected = step.protected()
         room = self.room(step)
         window = newest(step, self.window_size(room))
-        in_window = (window & ~protected).sum(-1, dtype=torch.int32)
+        in_window = (window & ~protected).sum(-1, dtype=torch.int32)  # protected tokens take no room
         held = (step.pos() >= 0) & due[..., None]
         older = held & ~window
         return Choice(
@@ -116,7 +118,7 @@ class Scored(Policy):
         )
 
     def drop(self, step: Step, choice: Choice, scores: Tensor) -> Tensor:
-        """The tokens that go, all candidates but the best: bool [Lt, B, Ht, S]."""
+        """The tokens to evict, all candidates but the best: bool [Lt, B, Ht, S]."""
         best = step.ops.keep_best(scores, choice.candidates, choice.places)
         gone: Tensor = choice.candidates & ~best
         return gone
