@@ -20,7 +20,7 @@ import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
 from minithink.errors import UsageError
 from minithink.kv.batch import FIELDS, Batch
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Step
+from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, Step, Storage
 from minithink.kv.manager import KVManager, dropped
 from minithink.kv.stack import Stack
 from minithink.model import Decoder
@@ -215,6 +215,37 @@ def test_what_nobody_may_drop() -> None:
     assert [kept(manager, seq)[0] for seq in range(3)] == [[0, 1], [0, 1, 2, 3, 4, 5], [0]]
     manager.decide(tensor_of([], [0, 1, 2, 4]))
     assert [manager.held(seq) for seq in range(3)] == [2, 6, 1]
+
+
+class EveryEdit(Policy):
+    """Yields edits of all rows, whoever they are, when one of them has generated."""
+
+    budget: int | None = 9
+    storage = Storage(thoughts=("plain", "fp16"), also=("fp8",), names=("slow", "fast"))
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        if not (step.clock > 0).any():
+            return
+        everywhere = torch.ones_like(step.pos(), dtype=torch.bool)
+        yield Requantize(everywhere, "fp8")
+        yield OpenSegment(torch.ones_like(step.active), torch.ones_like(step.thought))
+        yield SetBudget(step.budget + 1)
+
+
+def test_edits_of_rows_that_pause_change_nothing() -> None:
+    """Formats, segments and budgets."""
+    decoder, policy = decoder_of(0), EveryEdit()
+    manager = make(decoder, policy)
+    for seq in range(2):
+        manager.join(seq, WIDTH, 3)
+        feed(decoder, manager, {seq: text_of(decoder.config, 3, seq)})
+    row = manager.row_of(1)
+    before = content(manager, row) | remembered(manager, row)
+    other = remembered(manager, manager.row_of(0))
+    for _ in range(2):
+        feed(decoder, manager, {0: [1]})
+    assert_same_content("the row that pauses", content(manager, row) | remembered(manager, row), before)
+    assert (remembered(manager, manager.row_of(0))["state 0"] == other["state 0"] + 2).all()
 
 
 class Apiece(Policy):
