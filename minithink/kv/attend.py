@@ -29,7 +29,7 @@ class DecodePass:
 
         Args:
             batch: the rows; those that are not active change nothing.
-            due: the observations that this step makes.
+            due: the demands whose observations this step makes.
         """
         store = parts.store
         self.parts = parts
@@ -39,7 +39,8 @@ class DecodePass:
         self.observations = parts.observations
         self.batch = batch
         self.due = due
-        self.active = None if store.columns is None else batch.active  # rows that bring a token; None: all do
+        # Rows that bring a token; None: all do, because steps without a fixed width have no padding rows.
+        self.active = None if store.columns is None else batch.active
         self.position = batch.length - 1  # of the tokens, int64 [N]
         self.writer = store.take(batch)
         if store.compaction:
@@ -72,6 +73,7 @@ class DecodePass:
         if not asked:
             attended, _ = self.backend.paged_attention(q, self.read, layer, None)
             return attended
+        # A call keeps weights under one group rule, so several rules take several calls. Their output is the same.
         for group, what in asked.items():
             self.read.into = self.observations.in_place(layer, group, what, self.active)
             attended, mass = self.backend.paged_attention(q, self.read, layer, group)

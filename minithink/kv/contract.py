@@ -19,10 +19,10 @@ cases are always allowed:
 - The policy's own code may raise an error. It ends the step, and `Engine` raises a
   sentence about it, whose cause is the error.
 
-Everything speaks of whole batches. Row b of a tensor is sequence slot b of the manager, running or not; a policy that
-is `capturable` may be shown some rows alone, numbered anew. A lane is (layer, row, KV head). Lanes that share a block
-table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is L or
-1 and Ht is Hkv or 1, by scope:
+All tensors are about batches. Row b of a tensor is row b of the manager, which holds a sequence or is free. A policy
+that is `capturable` may be shown some of the rows, numbered anew. A lane is (layer, row, KV head). Lanes that share a
+block table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is
+L or 1 and Ht is Hkv or 1, by scope:
 
     "head"      Lt = L, Ht = Hkv   every lane keeps its own tokens
     "layer"     Lt = L, Ht = 1     the heads of a layer keep the same tokens
@@ -58,7 +58,7 @@ class Shape:
     """What a policy must know to allocate its state."""
 
     layers: int  # L
-    rows: int  # B, sequence slots
+    rows: int  # B, sequences at once
     kv_heads: int  # Hkv
     query_heads: int  # Hq
     head_dim: int  # D

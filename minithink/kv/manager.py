@@ -1,5 +1,17 @@
 """KVManager: keys and values of many sequences under one policy. It defines the step protocol, the same for all.
 
+`plain.py` does the same sequence by sequence; read it first. Four things are added here:
+
+    rows     A sequence has a row of the manager, from 0 to B − 1, until it leaves. Tensors hold all rows. A step is
+             for some of them, a `Batch`.
+    pages    Keys and values lie in the slots of pages, out of one pool. A slot that an evicted token frees is used
+             again, so the order in memory says nothing.
+    lists    A list says which tokens a lane holds, oldest first, and in which slot each lies. Reading and evicting go
+             by the lists.
+    graphs   The device's part of a step can be captured as CUDA graphs. They read their inputs from a tensor, and
+             Python does not run when they are replayed. So the host (Python, with its own counts of tokens) checks
+             before a step what it can, and reads after the step what it must know.
+
 A decode step feeds one token to each of some sequences. Its parts, in order:
 
     prepare   the host refuses a token that does not fit
@@ -7,7 +19,7 @@ A decode step feeds one token to each of some sequences. Its parts, in order:
     begin     tokens take slots
     attend    (per layer) rotate, append, attend; keep the observations that the policy demands
     tap       (per layer) steer the residual stream, keep it if the policy demands it
-    due       which rows the policy will act on
+    due       the rows on which the policy will act
     tell      copy what the host must read: segments that began, and whether the pool was too small
     advance   the host counts the tokens
     acting    the host selects the rows that are due, as a batch of their own
@@ -17,11 +29,12 @@ A decode step feeds one token to each of some sequences. Its parts, in order:
     close     segments begin, a recorder is told
 
 `begin` to `tell`, `decide` and `flush` read everything from tensors. `minithink/loop.py` calls them, or captures them
-as CUDA graphs. The other parts run on the host.
+as three kinds of CUDA graphs. The other parts run on the host.
 
-A prompt is read by `begin_step`, `attend`, `tap` and `end_step`. These four can also feed one generated token to each
-sequence; they then run all parts above. A prompt may come in chunks. Until the last chunk it is not edited and has
-full precision. Then the policy acts once, and the remaining tokens are stored in their own format.
+A prompt is read by the four calls of `plain.py`: `begin_step`, `attend`, `tap` and `end_step`. They can also feed
+one generated token to each sequence. Then `begin_step` runs the parts from `prepare` to `begin`, and `end_step` those
+from `due` to `close`. A prompt may come in chunks. Until the last chunk it is not edited and has full precision. Then
+the policy acts once, and the remaining tokens are stored in their own format; this is called settling the prompt.
 
 The forward pass only appends to the cache; edits happen only between steps. So the policy sees the cache as the
 forward pass left it. The edits have a fixed order:
@@ -38,7 +51,9 @@ A manager has
     sequences      which row each has, and what the host knows of it   (`sequences.py`)
     store          keys and values in pages                            (`store.py`)
     observations   what the policy demanded to see                     (`observe.py`)
+    budgets        tokens that each lane may hold, for every policy of a stack
     now            the pass that is under way, a `DecodePass` (`attend.py`) or a `PromptPass` (`prompts.py`)
+    parts          what it hands to this pass                          (`parts.py`)
     accounts       what its bytes are for                              (`ledger.py`)
 
 and shows the policy a `View` of them (`view.py`).
@@ -188,9 +203,9 @@ class KVManager:
         self.now: DecodePass | PromptPass | None = None
         self._end: Callable[[], None] | None = None  # what `end_step` does
         self._edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
-        self._opened = False  # whether the host knows of segments that were opened and have not begun
+        self._opened = False  # whether the host knows that `decide` has opened segments that have not begun
         self._evicts = False  # whether the host has found that lanes hold fewer tokens than it had counted
-        self._waiting: list[int] = []  # rows whose prompt is read and not stored yet
+        self._unsettled: list[int] = []  # rows whose prompt is complete and not settled yet
 
     # -- sequences come and go
 
@@ -233,8 +248,8 @@ class KVManager:
         if self.recorder is not None:
             self.recorder.left(seq)
         row = self.sequences.leave(seq)
-        if row in self._waiting:
-            self._waiting.remove(row)
+        if row in self._unsettled:
+            self._unsettled.remove(row)
         self.store.clear(row)
 
     def row_of(self, seq: int) -> int:
@@ -280,7 +295,8 @@ class KVManager:
         return Batch(torch.cat((batch.values, idle.values), dim=1))
 
     def view(self, batch: Batch) -> View:
-        """The rows of a batch as the policy sees them."""
+        """The rows of a batch as the policy sees them. If the policy sees all rows in every step, its decisions are
+        not captured, and the host may read the device's memory for them."""
         return View(
             self.store,
             self.observations,
@@ -366,7 +382,7 @@ class KVManager:
         self._store_what_waits()
         self.fit_columns(1)
         self.store.require(group.rows)
-        self.store.used.update(self.store.appends)
+        self.store.used.update(self.store.appends)  # now, because the formats in use select the step's graph
 
     def fit_columns(self, more: int) -> None:
         """With columns="fit": set the width so that each lane has room for `more` tokens.
@@ -395,7 +411,8 @@ class KVManager:
 
     @torch.inference_mode()
     def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> DecodePass:
-        """Take slots for the tokens of a step. due: the observations to make (`demands_due`); None: all demands."""
+        """Take slots for the tokens of a step. due: the demands that are due (`demands_due`), whose observations the
+        step makes; None: all demands. Which rows are due, for the policy to act, is another question (`due`)."""
         if self._opens:
             self.store.begin_segments(batch.row, batch.active)
         now = DecodePass(self.parts, batch, self.policy.demands if due is None else due)
@@ -500,7 +517,7 @@ class KVManager:
     def decide(self, batch: Batch) -> None:
         """Let the policy act on these rows. Rows that are not active stay as they are."""
         view = self.view(batch)
-        edits = self._asked(view)
+        edits = self._edits_for(view)
         evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
         if evictions or moves:
@@ -519,7 +536,7 @@ class KVManager:
                 self._set_budget(author, edit, view)
         self._edits = edits
 
-    def _asked(self, view: View) -> list[tuple[Policy, Edit]]:
+    def _edits_for(self, view: View) -> list[tuple[Policy, Edit]]:
         """The edits that the policy's members yield, each with its author."""
         edits = list[tuple[Policy, Edit]]()
         for policy in self.deciding:
@@ -582,8 +599,8 @@ class KVManager:
         self._tell_recorder(self.sequences.of(seqs).rows, [1] * len(seqs), tokens)
 
     def _begin_segments(self) -> None:
-        """Begin the segments that the policy has opened. If decisions are captured, the host does not wait for them;
-        the segments begin with the next step's tokens instead."""
+        """Begin the segments that the policy has opened. If decisions are captured, the host does not wait for them.
+        Then `begin` does the same with the next step's tokens, and `advance` learns which segments began."""
         if not self._opened or self.captures_decisions:
             return
         self._opened = False
@@ -593,7 +610,7 @@ class KVManager:
         self._note_begun(rows, self.store.begun[at].tolist())
 
     def _note_begun(self, rows: Sequence[int], begun: Sequence[int]) -> None:
-        """Tell the store's host part which segments begin at the end of these rows."""
+        """Note on the host which segments begin behind the last tokens of these rows. begun: their types, or SAME."""
         for row, thought in zip(rows, begun, strict=True):
             if thought != SAME:
                 self.store.begin(row, self.sequences.at(row).length, thought)
@@ -616,12 +633,12 @@ class KVManager:
             self.flush(full.to(self.device))
 
     def _store_what_waits(self) -> None:
-        """Quantize full buffers and prompts that were read. If the pool is exhausted, they wait for the next step."""
+        """Flush full buffers and settle prompts. If the pool is exhausted, the rest waits for the next step."""
         self._flush_full()
-        while self._waiting:
-            row = self._waiting[0]
+        while self._unsettled:
+            row = self._unsettled[0]
             self.store.moves.settle(row, self.sequences.at(row).length)
-            self._waiting.pop(0)
+            self._unsettled.pop(0)
 
     # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
 
@@ -684,7 +701,7 @@ class KVManager:
         if complete is not None:
             self._act(complete)
         self._over()  # even if the pool turns out to be exhausted below
-        self._waiting += rows
+        self._unsettled += rows
         self._store_what_waits()
         self._begin_segments()
         self._tell_recorder(now.rows, now.counts, now.tokens)
@@ -746,7 +763,7 @@ def dropped(edits: Sequence[Evict], step: View) -> Tensor:
     """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, R, Ht, S]."""
     whole: Tensor | None = None
     for edit in edits:
-        # a prompt of which chunks are still to be read loses no token
+        # A prompt that is not complete loses no token.
         may = step.active[:, None, None] if edit.even_protected else step.droppable
         if edit.layer is None:
             drop = edit.drop & may

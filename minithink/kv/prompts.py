@@ -1,7 +1,8 @@
 """PromptPass: one forward pass that reads prompts, or chunks of prompts.
 
-The tokens of a prompt wait in plain pages. When the prompt is complete, the policy acts on it, and the remaining
-tokens move to their own format (`KVManager.end_step`). The host leads such a pass, so it is never captured.
+The tokens of a prompt wait in plain pages. When the prompt is complete, the policy acts on it, and the prompt is
+settled: its remaining tokens move to their own format (`KVManager.end_step`). The host leads such a pass, so it is
+never captured.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class PromptPass:
         if not self.starts[i]:
             k, v = own.permute(1, 2, 0, 3).unbind()
             return k, v
+        # A prompt that is not complete has lost no token, so column t of its list is position t.
         k, v = self.store.reader(self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
         return k[0, :, : self.ends[i]], v[0, :, : self.ends[i]]
 

@@ -41,7 +41,7 @@ class Group:
     known: list[Known]
     constant: np.ndarray  # int64 [FIELDS, N]: the fields of a batch that are the same in every step
     whole: bool = False  # these are all rows, in order
-    steps: int = 0  # steps that need no check of capacities; 0: check
+    steps: int = 0  # so many steps fit into the capacities of all its sequences, without another check; 0: check
 
 
 NOBODY = Group([], [], [], np.zeros((len(FIELDS), 0), dtype=np.int64))
@@ -174,7 +174,7 @@ class Sequences:
         """
         values = group.constant.copy()
         values[LENGTH] = [known.length + 1 for known in group.known]
-        values[THINKING] = self._evictable(group.known, tokens)
+        values[THINKING] = self._count_as_thinking(group.known, tokens)
         values[TOKEN] = tokens
         if waiting is not None:
             values[WAITING] = waiting
@@ -195,7 +195,7 @@ class Sequences:
         values[:, batch.row.numpy()] = batch.values.numpy()
         return Batch(torch.from_numpy(values), whole=True)
 
-    def _evictable(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
+    def _count_as_thinking(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
         """Whether each sequence counts as thinking after its token: it thinks, or no tag has ever come."""
         stages = self._stages(known, tokens)
         if all(k.staged for k in known):

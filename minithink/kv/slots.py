@@ -6,6 +6,14 @@
     evict           tokens leave their lists, their slots are free (`ref/evict.py`)
 
 `requantize.py` moves tokens to other formats with these, `store.py` appends and flushes.
+
+A slot has three numbers, each for its purpose:
+
+    place   page · `table.most` + slot, as the lists have it, whatever the format; `table.most` is the number of slots
+            in a page of the smallest format. In the ring: −1 − index.
+    base    the slot's number among all slots of one format, in the first lane of its unit (`Pages.base`); the trash
+            slot (`nowhere`) stands for no slot
+    index   the same in one lane of the unit (`Pages.index`): keys and values are read and written there
 """
 
 from __future__ import annotations
@@ -29,7 +37,7 @@ SAME = 255  # no new thought type
 
 
 class Slots(Pages):
-    """The tensors of B rows, and their free slots. Rows, lanes and units as in `kv/contract.py`."""
+    """The tensors of B rows, and their free slots. `kv/contract.py` explains rows and lanes, `kv/table.py` units."""
 
     def __init__(
         self,
@@ -114,8 +122,8 @@ class Slots(Pages):
         # Types of segments that begin with the next tokens, and that began with the last ones; SAME: no segment
         self.next_thought = torch.full_like(self.thought, SAME)
         self.begun = torch.full_like(self.thought, SAME)
-        # Lists of tokens. The extra last column takes masked-out writes. place: page · slots + slot, or −1 − index
-        # for tokens in the ring.
+        # Lists of tokens. The extra last column takes masked-out writes. place: page · `table.most` + slot, or
+        # −1 − index for tokens in the ring.
         width = columns or width
         self.place = torch.zeros(lt, b, ht, width + 1, dtype=torch.int32, device=shape.device)
         self.pos = torch.full((lt, b, ht, width + 1), -1, dtype=torch.int32, device=shape.device)
@@ -126,7 +134,7 @@ class Slots(Pages):
         self.slots = torch.tensor(per_page, dtype=torch.int32, device=shape.device)
         self.overflow = torch.zeros((), dtype=torch.bool, device=shape.device)  # the pool was too small
         # What the host knows of each row:
-        self.most = [0] * b  # tokens that a lane holds at most
+        self.most = [0] * b  # tokens that a lane holds at most (`table.most` is about slots of pages)
         self.lengths = [0] * b  # tokens seen, evicted ones too
         self.waiting = [0] * b  # tokens in the ring, those evicted there counted too
         self.reading = set[int]()  # rows whose prompt is not settled

@@ -6,6 +6,10 @@
     ring        the full-precision buffer: tokens that wait to be quantized together
     outgoing    where values lag behind keys, the value that left the ring last
     place, pos  for every unit the list of its tokens, oldest first: where each lies, and its original position
+    count       the tokens in each list
+
+A *unit* is the lanes that share a table, and so have the same tokens in the same slots (`table.py`). *Keys by token*
+share a scale across tokens, one for each channel; papers call this per-channel quantization.
 
 The life of a token:
 
@@ -15,6 +19,9 @@ The life of a token:
     flush     the ring is full: its tokens are quantized into pages of the running thought type
     reader    reads every layer's keys and values, oldest token first
     evict     the token leaves its list and its slot is free; an empty page returns to the pool
+
+So a prompt's tokens are appended, and for generated tokens slots are taken. (The `append` of passes and kernels is
+another: it writes the key and value of a token whose slot was taken.)
 
 All pages have one size in bytes and serve any format (`pages.py` reads them). A page holds tokens of one unit, one
 format and one thought type (`table.py`). A held token moves only if a policy asks for another format
@@ -29,8 +36,8 @@ A decode step takes slots, and flushes rings, in three parts:
 
 The pool has two extra pages: masked-out writes go to the trash page, masked-out reads come from the zero page.
 
-The store has four layers: `pages.py` reads, `slots.py` makes the tensors and gives slots, `requantize.py` moves
-tokens between formats, this file appends, flushes and begins segments.
+The store is one object in three classes: `Pages` reads, `Slots` makes the tensors and gives slots, and `PagedStore`
+appends, takes, flushes and begins segments. It holds `moves` (`requantize.py`), which moves tokens between formats.
 """
 
 from __future__ import annotations
@@ -52,7 +59,7 @@ from minithink.ref.flush import flush as by_layer
 
 
 class PagedStore(Slots):
-    """Keys and values of the tokens of B rows. Rows, lanes and units as in `kv/contract.py`."""
+    """Keys and values of the tokens of B rows. `kv/contract.py` explains rows and lanes, `kv/table.py` units."""
 
     @cached_property
     def moves(self) -> Moves:
@@ -87,8 +94,9 @@ class PagedStore(Slots):
         self.require_pages(at, n, lambda: valid.sum(-1), purpose, 0)
         if self.columns is None:
             self._widen(max(most))
-        bases = self.allocate_many(at, valid, 0, self.thought)
+        bases = self.allocate_many(at, valid, 0, self.thought)  # format 0 is plain
         held = self.count[:, at]  # [Lt, N, Ht]
+        # The new tokens' columns, behind the tokens held; masked-out tokens go to the extra last column.
         end = torch.where(valid, held[..., None] + column, self.place.shape[-1] - 1)
         position = (before[:, None] + column)[None, :, None].expand(valid.shape)
         for lists, new in ((self.place, self.places(bases)), (self.pos, torch.where(valid, position, -1))):
@@ -152,7 +160,11 @@ class PagedStore(Slots):
 
     def take(self, batch: Batch) -> Writer:
         """Take slots, or places in the ring, for one generated token of every active row, without the host. If the
-        pool is too small, `overflow` becomes true."""
+        pool is too small, `overflow` becomes true.
+
+        `enlist` puts the tokens at the end of their lists, with places in the ring. If there is a ring, they stay
+        there until it is flushed. Without a ring `allocate` gives them slots at once, and writes their places.
+        """
         at = batch.row
         self.backend.enlist(self.place, self.pos, self.count, at, batch.active, batch.length - 1, batch.waiting)
         if self.storage.lag:
