@@ -643,7 +643,11 @@ def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: 
 
 
 class PlainStep:
-    """`contract.Step` of one sequence: B is 1."""
+    """`contract.Step` of one sequence: B is 1.
+
+    What it tells of the tokens held is a copy. A policy may work in place on it, or keep it for later, and the cache
+    stays as it is.
+    """
 
     wants_scores = False
 
@@ -699,14 +703,15 @@ class PlainStep:
         return (pos >= 0) & (pos < self.protects)
 
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
-        """With an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
-        return x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
+        """A copy with an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
+        shown = x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
+        return shown.clone()
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:  # rows: sequences to read; here there is one
-        return self.running.lanes.keys(layer)[None]
+        return self.running.lanes.keys(layer)[None].clone()
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        return self.running.lanes.values(layer)[None]
+        return self.running.lanes.values(layer)[None].clone()
 
     def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
         return segments(self.pos(), self.held(), torch.zeros_like(self.row), self.prompt, tau, total)
@@ -746,7 +751,7 @@ class PlainStep:
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
         """The last n queries, or as many as a sequence can have: [1, Hq, n, D]."""
-        return self.running.seen.queries[layer][None, :, -n:]
+        return self.running.seen.queries[layer][None, :, -n:].clone()
 
     def hidden(self, layer: int) -> Tensor:
         return self.running.seen.hidden[layer][None]

@@ -314,6 +314,43 @@ def test_a_policy_sees_the_same(scope: Scope, prompt: int) -> None:
     assert len(policies[0].saw) > 30
 
 
+@dataclass
+class Scribbling(Policy):
+    """Evicts the oldest tokens, and works in place on what it is shown: `word` says on what."""
+
+    budget: int | None = 11
+    word: str = ""
+    name = "scribbling"
+    demands = (Demand(See.MASS), Demand(See.ROWS, rows=3), Demand(See.QUERY, rows=5))
+
+    def decide(self, step: Step) -> list[Edit]:
+        edits = list(Cut(self.budget).decide(step))
+        for layer in range(step.shape.layers):
+            if self.word:
+                shown = getattr(step, self.word)(layer)
+                shown.copy_(shown + 1)
+        return edits
+
+
+@pytest.mark.parametrize("word", ["pos", "held", "format", "keys", "values", "queries", "mass", "rows"])
+def test_a_policy_may_work_in_place_on_what_it_is_shown(word: str) -> None:
+    decoder = decoder_of(0)
+    policies = [Scribbling(), Scribbling(word=word)]
+    caches = [plain(decoder, policy) for policy in policies]
+    for cache in caches:
+        cache.join(0, TOKENS, 9)
+    words = text_of(decoder.config, TOKENS, 9)
+    start = 0
+    for count in (9, *[1] * 12):
+        want, got = (feed(decoder, cache, {0: words[start : start + count]})[0] for cache in caches)
+        start += count
+        assert_same(f"logits at {start}", got, want)
+        assert lanes_of(caches[1], 0) == lanes_of(caches[0], 0)
+    seen = [cache.sequences[0].seen.queries for cache in caches]
+    for layer in range(decoder.config.num_layers):
+        assert_same(f"queries of layer {layer}", seen[1][layer], seen[0][layer])
+
+
 # -- many sequences
 
 
