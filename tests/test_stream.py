@@ -454,6 +454,7 @@ def test_left_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (RuntimeError("CUDA out of memory. Tried to"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: not enough memory: you tried"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (MemoryError(), True),
         (RuntimeError("shape mismatch"), False),
     ],

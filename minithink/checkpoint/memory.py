@@ -10,6 +10,9 @@ from minithink.config import ModelConfig
 from minithink.errors import MinithinkError
 from minithink.model import Decoder
 
+# What errors say when memory is full: CUDA and MPS the first, the CPU's allocator the second, or on Linux the third.
+FULL = ("out of memory", "not enough memory", "can't allocate memory")
+
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be taken on the device; None where the system does not tell."""
@@ -25,8 +28,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error of torch or Python means that the memory of a device is full."""
-    said = str(error).lower()  # CUDA and MPS say the first, the CPU's allocator the second
-    return isinstance(error, MemoryError) or "out of memory" in said or "not enough memory" in said
+    said = str(error).lower()
+    return isinstance(error, MemoryError) or any(words in said for words in FULL)
 
 
 def require_room(config: ModelConfig, dtype: torch.dtype | None, device: torch.device) -> None:
