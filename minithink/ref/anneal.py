@@ -53,19 +53,27 @@ def anneal(
     Returns:
         int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
     """
-    of = kind[at]
-    before = level[at]
+    own_kind = kind[at]
     running = ((clock - 1).clamp(min=0) // tau).long()
     ended = active & (clock > 0) & (clock % tau == 0)
-    turn = ended & (of.gather(1, running[:, None])[:, 0] == 0) & transitions
-    too_many = torch.where(active, excess.amax((0, 2)), 0)
-    goal, after, lost = _look(size.amax((0, 2)), of, before, too_many, running, ended, turn, retention, hard)
-    level[at] = after
+    turn = ended & (own_kind.gather(1, running[:, None])[:, 0] == 0) & transitions
+    goal, new_level, lost = _goals(
+        size=size.amax((0, 2)),
+        kind=own_kind,
+        level=level[at],
+        excess=torch.where(active, excess.amax((0, 2)), 0),
+        running=running,
+        ended=ended,
+        turn=turn,
+        retention=retention,
+        hard=hard,
+    )
+    level[at] = new_level
     cases[:, at] += lost
     return goal
 
 
-def _look(
+def _goals(
     size: Tensor,
     kind: Tensor,
     level: Tensor,
@@ -86,6 +94,7 @@ def _look(
     past = number < (running + ended.to(running.dtype))[:, None]
     steps = list(enumerate(retention, 1))  # (n, R_n)
 
+    # Case 1: goal ← min(goal, R_n)
     earlier = turn[:, None] & (number < running[:, None]) & (goal > 0)
     level = level + (earlier & (level < len(retention))).to(level.dtype)
     for n, kept in steps:
@@ -93,7 +102,8 @@ def _look(
     first = (goal < size).sum(-1, dtype=torch.int32)
     excess = excess - (size - goal).sum(-1)
 
-    # Each segment must give the tokens that the segments before it could not give.
+    # Case 2: in the order of types, then of age, each segment must give the tokens that the segments before it could
+    # not give.
     spare = torch.where(past, (goal - retention[-1]).clamp(min=0), 0)
     needed = excess[:, None] - _before(spare, kind)
     asked = (spare > 0) & (needed > 0)
@@ -111,9 +121,9 @@ def _look(
     current = number == running[:, None]
     if hard:
         everything = past | current
-        for of, floor in [*((current, kept) for _, kept in steps), *((everything, n) for n in BEYOND)]:
+        for where, floor in [*((current, kept) for _, kept in steps), *((everything, n) for n in BEYOND)]:
             excess_now = excess - (goal - after).sum(-1)
-            spare = torch.where(of, (after - floor).clamp(min=0), 0)
+            spare = torch.where(where, (after - floor).clamp(min=0), 0)
             asked = (spare > 0) & (excess_now[:, None] > _before(spare, kind))
             after = torch.where(asked, floor, after)
             second += asked.sum(-1, dtype=torch.int32)
