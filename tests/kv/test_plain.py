@@ -177,6 +177,7 @@ STORAGES = {
     "two types": Storage(thoughts=("fp8", "nvfp4"), also=("int8",), names=("slow", "fast"), prompt=1),
     "a buffer": Storage(thoughts=("int8", "int4", "fp8"), also=("plain",), buffer=4, tail="keep", sink=2),
     "a buffer of one": Storage(thoughts=("int8", "fp8"), buffer=1, block=4),
+    "a buffer that is never full": Storage(thoughts=("fp8",), buffer=100, tail="keep"),
     "a whole prompt": Storage(thoughts=("nvfp4",), also=("int8",), buffer=5),
     "plain, with a buffer": Storage(thoughts=("plain", "fp16"), buffer=3, tail="keep", sink=1),
     "keys by token": Storage(thoughts=(KEYS_BY_TOKEN,), also=("int8", "plain"), buffer=7, block=4),
@@ -266,6 +267,7 @@ class Curious(Policy):
         Demand(See.MASS, group="max"),
         Demand(See.ROWS, group="max_logit", layers=frozenset({0}), prompt=False),
         Demand(See.ROWS, rows=3, layers=frozenset({1})),
+        Demand(See.QUERY, rows=100, layers=frozenset({0})),  # more than a sequence has
         Demand(See.QUERY, rows=5),
         Demand(See.HIDDEN),
         Demand(See.HIDDEN, layers=frozenset({-1})),
