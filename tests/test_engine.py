@@ -16,7 +16,7 @@ from torch import Tensor
 import minithink
 from minithink import stream as stream_module
 from minithink.engine import CACHES, Engine, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Edit, Policy, Step
 from minithink.kv.full import FullCache
@@ -624,6 +624,18 @@ def test_which_cache_is_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert paged < plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
     monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: paged)
     assert chosen(policy=policy) is KVManager
+    plain = plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
+    for share, expected in ((0.7, PlainCache), (0.9, KVManager)):  # of the free memory; 0.8 is the limit
+        monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device, n=int(plain / share): n)
+        assert chosen(policy=policy) is expected
+
+
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+def test_a_diagnosis_knows_the_policy(engine: Engine, monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    monkeypatch.setattr("minithink.reread.diagnosis.sentence", lambda loaded, prompt, tokens, policy: policy)
+    stream = engine.stream([[9, 8]], max_new_tokens=2, policy="window:budget=4", cache=cache)
+    stream.sequences[0].finish_reason = NON_FINITE
+    assert stream.diagnose() == "window"
 
 
 class Silent:
