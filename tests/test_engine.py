@@ -23,8 +23,10 @@ from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager, bytes_for
 from minithink.kv.plain import PlainCache
 from minithink.kv.plain import bytes_for as plain_bytes
+from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
 from minithink.policies import parse
+from minithink.policies.snapkv import SnapKV
 from minithink.policies.window import Window
 from minithink.sampling import Sampler, SamplingParams, filter_logits, gumbel
 from minithink.sequence import Chunk, Result
@@ -636,6 +638,19 @@ def test_a_diagnosis_knows_the_policy(engine: Engine, monkeypatch: pytest.Monkey
     stream = engine.stream([[9, 8]], max_new_tokens=2, policy="window:budget=4", cache=cache)
     stream.sequences[0].finish_reason = NON_FINITE
     assert stream.diagnose() == "window"
+
+
+def test_numbers_of_a_policy_that_is_an_object_are_checked(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="snapkv: cap is 1099511627776; it must be at most"):
+        engine.stream([[9, 8]], max_new_tokens=2, policy=SnapKV(cap=2**40))
+
+
+def test_cautions_of_a_calibration_are_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minithink.checkpoint.calibration.read", lambda *given: {"of": "a small sample"})
+    monkeypatch.setattr("minithink.checkpoint.calibration.caution", lambda name, values: f"{name}: {values['of']}")
+    loaded = Loaded(engine.decoder, engine.tokenizer, home=Home(Path("here"), Path("there")))
+    assert loaded.calibration("some.json") == {"of": "a small sample"}
+    assert "some.json: a small sample" in loaded.cautions
 
 
 class Silent:
