@@ -26,8 +26,8 @@ POLICIES = (
     "window:budget=160",
     "h2o:budget=320",
     "rkv:budget=160",
-    "thinkv:budget=320",
-    "crystal_kv:budget=320",
+    "thinkv:budget=448",
+    "crystal_kv:budget=448",
     "kivi",
 )
 WARMING = 8  # steps before the first that counts
