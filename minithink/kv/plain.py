@@ -40,7 +40,7 @@ Letters in the shapes of tensors:
     Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
 
 `kv/manager.py` does the same for many sequences at once, in pages, and as CUDA graphs. Property-based tests hold it
-to this file (tests/kv/test_plain.py): the same tokens, formats, budgets and bytes, and the same logits.
+to this file (tests/kv/test_plain.py): the same tokens, formats, budgets, bytes of numbers, and the same logits.
 """
 
 from __future__ import annotations
