@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minithink.kv.apart import Apart
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from minithink.sequence import Track
 from minithink.stream import Stream
 
@@ -22,6 +23,8 @@ class LastHeld:
     """Watches the sequences of a stream; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
+        if isinstance(stream.cache, PlainCache):
+            raise ValueError("tokens are followed in pages: Engine.stream(cache='paged')")
         self.cache = stream.cache
         self.longest = max((len(s.prompt) + s.limit for s in stream.sequences), default=0)
         # Stamps of each manager: key None for the shared one, else the number of the sequence that has its own.

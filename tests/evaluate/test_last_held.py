@@ -23,7 +23,14 @@ def engine(model: Path) -> Engine:
 def watched(engine: Engine, policy: str | None, fixed: bool) -> list[tuple[int, int, torch.Tensor | None]]:
     """Of every sequence: prompt tokens, all tokens, and what was found."""
     stream = engine.stream(
-        QUESTIONS[:3], policy=policy, fixed=fixed, batch_size=2, max_new_tokens=13, seed=4, temperature=1.0
+        QUESTIONS[:3],
+        policy=policy,
+        fixed=fixed,
+        batch_size=2,
+        max_new_tokens=13,
+        seed=4,
+        temperature=1.0,
+        cache="auto" if fixed else "paged",
     )
     stream.on_step = last = LastHeld(stream)
     found = []
@@ -53,9 +60,16 @@ def test_what_never_leaves_was_there_in_the_last_step(engine: Engine) -> None:
     assert [last for *_, last in watched(engine, None, True)] == [None] * 3
 
 
+def test_the_plain_manager_is_refused(engine: Engine) -> None:
+    """It would look as if no token ever left."""
+    stream = engine.stream(QUESTIONS[:3], policy="window:budget=9", cache="plain", max_new_tokens=5)
+    with pytest.raises(ValueError, match="tokens are followed in pages"):
+        LastHeld(stream)
+
+
 def test_rows_that_are_used_again_begin_anew(engine: Engine) -> None:
     """Three sequences in two rows of one manager are as each in a cache of its own."""
-    stream = engine.stream(QUESTIONS[:3], policy="window:budget=9", batch_size=2, max_new_tokens=5)
+    stream = engine.stream(QUESTIONS[:3], policy="window:budget=9", batch_size=2, max_new_tokens=5, cache="paged")
     assert isinstance(stream.cache, KVManager)
     shared, single = (watched(engine, "random:budget=12", fixed) for fixed in (False, True))
     for (*one, a), (*other, b) in zip(shared, single, strict=True):

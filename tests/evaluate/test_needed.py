@@ -102,7 +102,13 @@ def test_what_a_window_met(engine: Engine, policy: str | None, fixed: bool, monk
 
     monkeypatch.setattr(module, "read", made_up)
     stream = engine.stream(
-        ["left " * n for n in (9, 12, 15)], policy=policy, fixed=fixed, batch_size=2, max_new_tokens=13, seed=4
+        ["left " * n for n in (9, 12, 15)],
+        policy=policy,
+        fixed=fixed,
+        batch_size=2,
+        max_new_tokens=13,
+        seed=4,
+        cache="paged" if policy and not fixed else "auto",
     )
     stream.stop_ids = frozenset()
     stream.on_step = watch = NeededKept(stream)

@@ -136,7 +136,7 @@ def test_generate_traces(checkpoint: Path, tmp_path: Path, capsys: Capture) -> N
     path = tmp_path / "run.trace"
     argv = ["--model", str(checkpoint), "Alpha sits", "--max-new-tokens", "9", "--num-samples", "2", "--json"]
     argv += ["--policy", "window", "--budget", "8", "--seed", "4"]
-    assert generate.main(argv) == 0
+    assert generate.main([*argv, "--cache", "paged"]) == 0
     want = capsys.readouterr()
     assert generate.main([*argv, "--trace", str(path)]) == 0
     got = capsys.readouterr()
