@@ -171,7 +171,7 @@ def test_limits_that_the_system_sets_are_not_exceeded() -> None:
         "_limit(resource.RLIMIT_NOFILE, 100)\n"
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (90, 90)\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_ctrl_c_does_not_end_the_child() -> None:
