@@ -208,6 +208,7 @@ class AnyEdits(Policy):
     def __init__(self, seed: int, scope: Scope, storage: Storage) -> None:
         self.scope = scope
         self.storage = storage
+        self.protect_prompt = seed % 2 == 0
         self.random = torch.Generator().manual_seed(seed)
 
     def some(self, *shape: int) -> Tensor:
