@@ -61,7 +61,8 @@ class Forks:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # A child cannot use CUDA, which the parent has started. Without a GPU, commands run on the CPU.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             # Shells start what runs in their background with Ctrl-C ignored, and children inherit that: not this one.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )

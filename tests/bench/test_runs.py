@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from minithink.bench import append, attention, counters, ops, step_times
 from minithink.bench.__main__ import main
@@ -118,7 +119,12 @@ def test_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr(step_times, "read_speed", lambda: 5e12)
     monkeypatch.setattr(step_times, "CHECKED", (2, 40))
     monkeypatch.setattr(step_times, "SWEEP", step_times.SWEEP[:2])
-    properties = SimpleNamespace(multi_processor_count=7, name="a GPU")
+    properties = SimpleNamespace(name="a GPU")
+    if torch.cuda.is_available():  # Triton asks for others, too
+        real = torch.cuda.get_device_properties(0)
+        known = [name for name in dir(real) if not name.startswith("_")]
+        properties = SimpleNamespace(**{name: getattr(real, name) for name in known})
+    properties.multi_processor_count = 7
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: properties)
     path = tmp_path / "x.json"
     assert main(["steps", "--shapes", "2x16", "--repeats", "1", "--output", str(path)]) == 0
