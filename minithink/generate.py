@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from minithink.cli.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
 from minithink.cli.cores import MANY, Interruptions
+from minithink.cli.models import add_model_arguments
 from minithink.cli.process import INTERRUPTED
 from minithink.cli.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.cli.terminal import Screen, counter, until_interrupted
@@ -420,7 +421,7 @@ def _parser() -> argparse.ArgumentParser:
     add("prompt_text", nargs="?", metavar="PROMPT", help="- is standard input, which is read only then (default: a "
         "test problem of the embedded model, by --seed)")  # fmt: skip
     add("--list-policies", action="store_true", help="print the policies and exit")
-    add("--model", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add_model_arguments(p, default=None)
     add("--revision", help="branch, tag or commit of the Hugging Face id")
     add("--prompt", help="the same as PROMPT")
     add("--prompt-file", metavar="FILE", help=".jsonl: an object a line, with prompt, question or problem, perhaps "

@@ -9,6 +9,7 @@ from typing import Any
 
 from minithink.analysis.dense import Steering, batches, decode
 from minithink.cli.commands import finite, location, natural, positive
+from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.results import record
@@ -25,8 +26,8 @@ SETTINGS = (  # options that decide a result
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of all commands."""
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
     add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")

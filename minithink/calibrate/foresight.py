@@ -16,6 +16,7 @@ from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.checkpoint.calibration import FORESIGHT
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
+from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example, load_dataset
@@ -28,8 +29,8 @@ from minithink.text.thinking import Stage, split_thinking
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate foresight`."""
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them (default: "
         "facts)")  # fmt: skip
     add("--split", help="split of the dataset (default: that of minithink.evaluate)")

@@ -33,6 +33,7 @@ from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.checkpoint.calibration import TARGETS, WEIGHTS
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, different, finite, location, natural, positive
+from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, quoted, unwritable
 from minithink.results import record
@@ -50,9 +51,9 @@ ALL = "all"  # a predictor that is trained on all datasets
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate predictor`."""
+    add_model_arguments(parser)
     add = parser.add_argument
     recipe = Recipe()
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns. "
         "Of the embedded families, training problems are drawn (default: facts)")  # fmt: skip
     add("--split", help="split of the dataset, never test (default: train of the embedded families, else validation)")

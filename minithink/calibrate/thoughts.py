@@ -28,6 +28,7 @@ from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
+from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example, load_dataset
@@ -65,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: str) -> None:
     """The options of all calibrations. prompts: the default of --num-prompts; file: the name of the result."""
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns "
         "(default: facts)")  # fmt: skip
     add("--split", help="split of the dataset, never test (default: validation)")

@@ -22,6 +22,7 @@ from typing import Any
 from minithink.checkpoint.calibration import identity
 from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
+from minithink.cli.models import add_model_arguments
 from minithink.engine import DTYPES, TINY, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
@@ -132,8 +133,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
 
 def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
     """The options that decide what is generated with the full cache. split: the help of --split."""
+    add_model_arguments(parser)
     add = parser.add_argument
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
     add("--dataset", default="facts", help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
         ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)")  # fmt: skip
     add("--split", help=split)

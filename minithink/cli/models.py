@@ -1,0 +1,11 @@
+"""The options that say which model a command loads."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
+    """Add --model. default: of `args.model`; None: the command must know whether the user named a model."""
+    add = parser.add_argument
+    add("--model", default=default, help="folder or Hugging Face id (default: the embedded model, tiny)")
