@@ -27,6 +27,7 @@ from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.plain import bytes_for as plain_bytes
+from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
@@ -189,6 +190,7 @@ class Engine:
                 on_token(chunk)
         return stream.results
 
+    @explaining()
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -325,6 +327,7 @@ class Engine:
             raise UsageError(f"{name} is the class of a policy: give an object, as in policy={name}(…).")
         raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=256, or an object.")
 
+    @explaining()
     def bind(self, policy: Policy) -> Policy:
         """The same policy, which now knows this model.
 
@@ -361,6 +364,7 @@ class Engine:
             if member.calibration == files.FORESIGHT:
                 files.check_draws(member.name, self.calibration(files.FORESIGHT), drawing, prompts)
 
+    @explaining()
     def try_out(self, policy: Policy) -> None:
         """Check that a policy suits this model's shape, without memory and prompts. UsageError: it does not."""
         bytes_for(self.config, policy, self.dtype, rows=1, tokens=self.config.max_position, prompt=1)

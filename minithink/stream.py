@@ -25,7 +25,7 @@ from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
-from minithink.kv.policy_errors import explained
+from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
@@ -268,19 +268,17 @@ class Stream:
 
     def _advance(self, sequences: list[Track]) -> None:
         """Give each sequence one more token. Either all of them decode, or all are new."""
-        try:
-            drawn = self._next_tokens(sequences)
-            self.on_step(sequences)
-            self._take(sequences, drawn)
-        except MinithinkError:
-            raise
-        except Exception as error:  # a policy of a user can raise anything
-            if is_out_of_memory(error):
-                raise self._out_of_memory(sequences) from error
-            said = explained(error)
-            if said is None:
+        with explaining():
+            try:
+                drawn = self._next_tokens(sequences)
+                self.on_step(sequences)
+                self._take(sequences, drawn)
+            except MinithinkError:
                 raise
-            raise said from error
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise self._out_of_memory(sequences) from error
+                raise
 
     def _next_tokens(self, sequences: list[Track]) -> list[int]:
         """Run the model once, and draw a token for each sequence."""

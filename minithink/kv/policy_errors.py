@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +14,24 @@ from minithink.errors import MinithinkError, reason
 from minithink.kv.contract import Policy
 
 MOST = 6  # tensors that are named
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Errors in a user's own policy become sentences; others pass. For a `with` block, or to decorate a function.
+
+    Raises:
+        MinithinkError: a method of the policy raised something else.
+    """
+    try:
+        yield
+    except MinithinkError:
+        raise
+    except Exception as error:  # a policy of a user can raise anything
+        said = explained(error)
+        if said is None:
+            raise
+        raise said from error
 
 
 def explained(error: Exception) -> MinithinkError | None:

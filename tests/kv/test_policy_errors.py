@@ -98,6 +98,16 @@ def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
     assert caught.value.__cause__ is not None, "the traceback is there for whoever wants it"
 
 
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+@pytest.mark.parametrize("method", ["bind", "setup", "caution"])
+def test_what_a_policy_does_before_the_first_token_fails_alike(engine: Engine, method: str, cache: str) -> None:
+    broken = type("Broken", (Loud,), {method: lambda self, shape: shape.no_such_field})
+    with pytest.raises(MinithinkError, match=rf"^The policy loud fails in `<lambda>` \({Path(__file__).name}, .*field"):
+        engine.generate([[10, 11]], max_new_tokens=3, policy=broken(), cache=cache)
+    with pytest.raises(MinithinkError, match=r"^The policy loud fails in"):
+        engine.try_out(engine.bind(broken()))
+
+
 def test_a_sentence_of_the_policy_stays_as_it_is(engine: Engine) -> None:
     with pytest.raises(MinithinkError, match=r"^The policy loud needs a quieter model\.$"):
         generate(engine, Loud(wrong="own sentence"))
