@@ -93,7 +93,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, i, backend) for i in range(config.num_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         # [V, d], rows of the vocabulary, as the embedding with which it may be shared
-        self.head = None if config.tie_embeddings else nn.Parameter(torch.empty_like(self.embed))
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
 
     def forward(self, tokens: Tensor, cache: Attention) -> Tensor:
         """Hidden states after the final norm.

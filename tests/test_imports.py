@@ -402,3 +402,18 @@ def test_an_installed_package_takes_its_own_kernels(tmp_path, kernels, found):
 def test_importing_the_package_imports_no_torch():
     code = "import sys, minithink; sys.exit('torch' in sys.modules or hasattr(minithink, 'generate'))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_a_start_imports_nothing_large_beside_torch():
+    """A cache on `meta` tells the bytes that a run needs. Some operations on `meta` import torch's compiler."""
+    code = """
+import sys, torch
+before = set(sys.modules)
+import minithink
+engine = minithink.load("tiny", device="cpu")
+for policy in (None, "thinkv:budget=256"):
+    engine.generate("a", max_new_tokens=1, policy=policy, cache="paged")
+print(sorted({"sympy", "torch._dynamo", "transformers", "huggingface_hub"} & (set(sys.modules) - before)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from minithink.backend import REFERENCE, Backend
 from minithink.checkpoint.hub import download
@@ -141,7 +141,7 @@ def load_decoder(
     own = torch.float32 if own == torch.float64 else own
     with torch.device("meta"):
         decoder = Decoder(config, backend)
-    decoder = decoder.to(dtype or own).to_empty(device=device).requires_grad_(False)
+    _allocate(decoder, dtype or own, device)
     views = tensors_of(decoder)
     for path in sorted({entry.path for entry in entries.values()}):
         try:
@@ -152,6 +152,17 @@ def load_decoder(
         except (SafetensorError, OSError) as error:
             raise MinithinkError(f"{path} cannot be read ({reason(error)}): download it again.") from None
     return decoder
+
+
+def _allocate(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give the parameters of a decoder on `meta` memory, not yet written.
+
+    (`to_empty` imports sympy for that, and takes longer than reading a small model.)
+    """
+    for module in decoder.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
 def save_checkpoint(

@@ -120,8 +120,8 @@ class Slots(Pages):
         self.scale = torch.ones(len(self.layouts), 2, shape.layers, b, dtype=torch.float32, device=shape.device)
         self.thought = torch.full((b,), storage.prompt, dtype=torch.uint8, device=shape.device)
         # Types of segments that begin with the next tokens, and that began with the last ones; SAME: no segment
-        self.next_thought = torch.full_like(self.thought, SAME)
-        self.begun = torch.full_like(self.thought, SAME)
+        self.next_thought = torch.full((b,), SAME, dtype=torch.uint8, device=shape.device)
+        self.begun = torch.full((b,), SAME, dtype=torch.uint8, device=shape.device)
         # Lists of tokens. The extra last column takes masked-out writes. place: page · `table.most` + slot, or
         # −1 − index for tokens in the ring.
         width = columns or width

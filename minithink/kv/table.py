@@ -36,7 +36,7 @@ class FreeList:
         self.count = count
         self.what = what
         # One extra entry, for masked-out writes.
-        self.stack = torch.arange(count, -1, -1, device=device, dtype=torch.int32).roll(-1)
+        self.stack = torch.arange(count, -1, -1, dtype=torch.int32).roll(-1).to(device)
         self.top = torch.tensor(count, device=device)
         self.at_least = count  # the host knows that at least so many are free
 

@@ -102,7 +102,8 @@ def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
 @pytest.mark.parametrize("method", ["bind", "setup", "caution"])
 def test_what_a_policy_does_before_the_first_token_fails_alike(engine: Engine, method: str, cache: str) -> None:
     broken = type("Broken", (Loud,), {method: lambda self, shape: shape.no_such_field})
-    with pytest.raises(MinithinkError, match=rf"^The policy loud fails in `<lambda>` \({Path(__file__).name}, .*field"):
+    said = rf"^The policy loud fails in `<lambda>` \({Path(__file__).name}, line \d+\): .*no_such_field"
+    with pytest.raises(MinithinkError, match=said):
         engine.generate([[10, 11]], max_new_tokens=3, policy=broken(), cache=cache)
     with pytest.raises(MinithinkError, match=r"^The policy loud fails in"):
         engine.try_out(engine.bind(broken()))
