@@ -8,7 +8,13 @@ from torch import Tensor
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
-def accumulate(mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
+def accumulate(
+    mass: Tensor,
+    pos: Tensor,
+    held: Tensor,
+    known: tuple[Tensor, Tensor],
+    at: Tensor,
+) -> Tensor:
     """Add a step's attention to the scores.
 
         S_i ← S_i + A_i      for every token i
@@ -26,9 +32,13 @@ def accumulate(mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Ten
     Returns:
         float32 [L, N, H, S], the scores; 0 behind the last token.
     """
-    there = known[0][:, at]
-    score = known[1][:, at]
-    entry = torch.searchsorted(there, pos.contiguous()).clamp(max=there.shape[-1] - 1)
-    listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
-    old = torch.where(there.gather(-1, entry) == pos, score.gather(-1, entry), 0)
+    positions, scores = known
+    there = positions[:, at]  # [L, N, H, E]
+    score = scores[:, at]
+    entry = torch.searchsorted(there, pos.contiguous())  # [L, N, H, S]
+    entry = entry.clamp(max=there.shape[-1] - 1)
+    found = there.gather(-1, entry) == pos
+    old = torch.where(found, score.gather(-1, entry), 0)
+    column = torch.arange(pos.shape[-1], device=pos.device)
+    listed = column < held[..., None]
     return torch.where(listed, old + mass, 0)

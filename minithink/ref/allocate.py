@@ -65,59 +65,94 @@ def allocate(
     """
     none = stack.numel() - 1
     most = live.shape[1]
+    device = place.device
     kind = thought[at]  # [N]
-    fmt = formats[kind.long()]
-    per_page = slots[fmt].long()[:, None, None]  # [N, 1, 1]
+    fmt = formats[kind.long()]  # [N]
+    kind = kind[:, None, None]  # [N, 1, 1]
+    per_page = slots[fmt].long()  # [N]
+    per_page = per_page[:, None, None]
+    fmt = fmt[:, None, None]
     here = page[:, at].long()  # [Lt, N, Ht, width]
+    listed = place[:, at]  # [Lt, N, Ht, S]
 
-    column = count[:, at, :, None] - size + torch.arange(size, device=place.device)  # [Lt, N, Ht, size]
-    listed = place[:, at]
+    # The last `size` columns of each list, and the tokens there that wait for a slot.
+    held = count[:, at, :, None]
+    column = held - size + torch.arange(size, device=device)  # [Lt, N, Ht, size]
     own = listed.gather(-1, column.clamp(min=0))
-    waits = (column >= 0) & (own < 0) & active[:, None, None]
+    waits = (column >= 0) & (own < 0)
+    waits = waits & active[:, None, None]
     rank = waits.cumsum(-1) - 1
 
     # The token of rank i takes the i-th free slot.
-    fits = (page_format[here] == fmt[:, None, None]) & (page_thought[here] == kind[:, None, None]) & (here != none)
-    free = ~live[here] & (torch.arange(most, device=place.device) < per_page[..., None]) & fits[..., None]
-    free = free.flatten(-2).cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · most], up to and with each slot
+    fits = page_format[here] == fmt
+    fits = fits & (page_thought[here] == kind)
+    fits = fits & (here != none)  # [Lt, N, Ht, width]
+    usable = torch.arange(most, device=device) < per_page[..., None]
+    free = ~live[here] & usable & fits[..., None]  # [Lt, N, Ht, width, most]
+    free = free.flatten(-2)
+    free = free.cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · most], up to and with each slot
     room = free[..., -1:].long()
     found = waits & (rank < room)
-    which = torch.searchsorted(free, rank.int() + 1).clamp(max=free.shape[-1] - 1)
-    number = torch.where(found, here.gather(-1, which // most), none)
+    which = torch.searchsorted(free, rank.int() + 1)  # [Lt, N, Ht, size]
+    which = which.clamp(max=free.shape[-1] - 1)
+    holder = here.gather(-1, which // most)
+    number = torch.where(found, holder, none)
     slot = torch.where(found, which % most, 0)
 
-    # The remaining tokens fill pages from the stack. draw: the rank of a token's page among those drawn, 0 the next.
+    # The remaining tokens fill pages from the stack.
     lacking = waits & ~found
     if lacking.device.type != "cpu" or bool(lacking.any()):  # on a CPU the question is cheaper than opening nothing
-        unused = here == none
-        wanted = -(-(waits.sum(-1, keepdim=True) - room).clamp(min=0) // per_page)
-        asked = torch.minimum(wanted, unused.sum(-1, keepdim=True))  # [Lt, N, Ht, 1]
+        unused = here == none  # columns of the tables
+        beyond = waits.sum(-1, keepdim=True) - room  # [Lt, N, Ht, 1]
+        wanted = -(-beyond.clamp(min=0) // per_page)
+        asked = torch.minimum(wanted, unused.sum(-1, keepdim=True))
         rest = (rank - room).clamp(min=0)
-        draw = asked.flatten().cumsum(0).view(asked.shape) - asked + rest // per_page
-        opened = lacking & (rest // per_page < asked) & (draw < top)
+        nth = rest // per_page  # of the unit's new pages the one in which the token lies
+
+        # draw: the rank of a token's page among those drawn, 0 the next.
+        drawn = asked.flatten().cumsum(0)
+        drawn = drawn.view(asked.shape)
+        draw = drawn - asked + nth
+        opened = lacking & (nth < asked) & (draw < top)
         overflow |= (lacking & ~opened).any()
-        number = torch.where(opened, stack[(top - 1 - draw).clamp(min=0)].long(), number)
+        level = (top - 1 - draw).clamp(min=0)
+        number = torch.where(opened, stack[level].long(), number)
         slot = torch.where(opened, rest % per_page, slot)
         top -= torch.minimum(asked.sum(), top)
+
         fresh = torch.where(opened, number, none)
         live[fresh] = False
         taken[fresh] = 0
         filled[fresh] = 0
-        page_thought[fresh] = torch.where(opened, kind[:, None, None], 0)
-        page_format[fresh] = torch.where(opened, fmt[:, None, None], 255).to(torch.uint8)
-        entry = torch.searchsorted(unused.cumsum(-1), rest // per_page + 1)  # the first columns that hold no page
-        table = torch.nn.functional.pad(page[:, at], (0, 1))  # one more column takes the writes that do not count
-        table.scatter_(-1, torch.where(opened, entry, page.shape[-1]), fresh.to(torch.int32))
+        page_thought[fresh] = torch.where(opened, kind, 0)
+        own_format = torch.where(opened, fmt, 255)
+        page_format[fresh] = own_format.to(torch.uint8)
+
+        entry = torch.searchsorted(unused.cumsum(-1), nth + 1)  # the first columns that hold no page
+        entry = torch.where(opened, entry, page.shape[-1])
+        table = page[:, at]
+        table = torch.nn.functional.pad(table, (0, 1))  # one more column takes the writes that do not count
+        table.scatter_(-1, entry, fresh.to(torch.int32))
         page[:, at] = table[..., :-1]
         found = found | opened
 
     live[number, slot] = found
-    taken.index_add_(0, number.flatten(), found.flatten().to(torch.int32))
-    last = torch.where(found, slot + 1, 0).to(torch.int16)
-    filled.scatter_reduce_(0, number.flatten(), last.flatten(), "amax")
+    pages = number.flatten()
+    taken.index_add_(0, pages, found.flatten().to(torch.int32))
+    last = torch.where(found, slot + 1, 0)
+    last = last.to(torch.int16)
+    filled.scatter_reduce_(0, pages, last.flatten(), "amax")
 
-    listed.scatter_(-1, torch.where(waits, column, place.shape[-1] - 1), (number * most + slot).to(torch.int32))
+    into = torch.where(waits, column, place.shape[-1] - 1)
+    given = number * most + slot
+    listed.scatter_(-1, into, given.to(torch.int32))
     place[:, at] = listed
-    base = (none * lanes * per_page).expand(*waits.shape[:3], size + 1).clone()
+
+    # By index: first the trash for all, then the slots of the tokens that waited.
+    in_page = lanes * per_page
+    shape = (*waits.shape[:3], size + 1)  # the last index takes the writes that do not count
+    trash = none * lanes * per_page
+    out = trash.expand(shape).clone()
     index = torch.where(waits, -1 - own, size).long()
-    return base.scatter_(-1, index, number * (lanes * per_page) + slot)[..., :size]
+    out.scatter_(-1, index, number * in_page + slot)
+    return out[..., :size]

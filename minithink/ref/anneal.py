@@ -53,15 +53,18 @@ def anneal(
     Returns:
         int32 [N, G], tokens that every segment may keep: at most as many as it has in the fullest lane.
     """
-    own_kind = kind[at]
-    running = ((clock - 1).clamp(min=0) // tau).long()
+    own_kind = kind[at]  # [N, G]
+    running = (clock - 1).clamp(min=0) // tau
+    running = running.long()  # [N]
     ended = active & (clock > 0) & (clock % tau == 0)
-    turn = ended & (own_kind.gather(1, running[:, None])[:, 0] == 0) & transitions
+    newest = own_kind.gather(1, running[:, None])  # [N, 1]
+    turn = ended & (newest[:, 0] == 0) & transitions
+    fullest = excess.amax((0, 2))  # [N]
     goal, new_level, lost = _goals(
         size=size.amax((0, 2)),
         kind=own_kind,
         level=level[at],
-        excess=torch.where(active, excess.amax((0, 2)), 0),
+        excess=torch.where(active, fullest, 0),
         running=running,
         ended=ended,
         turn=turn,
@@ -91,40 +94,53 @@ def _goals(
     """
     goal = size.int()
     number = torch.arange(size.shape[1], device=size.device)
-    past = number < (running + ended.to(running.dtype))[:, None]
+    complete = running + ended.to(running.dtype)  # [N], segments that have ended
+    past = number < complete[:, None]
     steps = list(enumerate(retention, 1))  # (n, R_n)
 
     # Case 1: goal ← min(goal, R_n)
-    earlier = turn[:, None] & (number < running[:, None]) & (goal > 0)
-    level = level + (earlier & (level < len(retention))).to(level.dtype)
+    earlier = number < running[:, None]
+    earlier = turn[:, None] & earlier & (goal > 0)
+    higher = earlier & (level < len(retention))
+    level = level + higher.to(level.dtype)
     for n, kept in steps:
-        goal = torch.where(earlier & (level == n), goal.clamp(max=kept), goal)
+        here = earlier & (level == n)
+        goal = torch.where(here, goal.clamp(max=kept), goal)
     first = (goal < size).sum(-1, dtype=torch.int32)
     excess = excess - (size - goal).sum(-1)
 
     # Case 2: in the order of types, then of age, each segment must give the tokens that the segments before it could
     # not give.
-    spare = torch.where(past, (goal - retention[-1]).clamp(min=0), 0)
+    spare = (goal - retention[-1]).clamp(min=0)
+    spare = torch.where(past, spare, 0)
     needed = excess[:, None] - _before(spare, kind)
     asked = (spare > 0) & (needed > 0)
     enough = torch.full_like(level, len(retention))  # the first level at which it gives as many, or the last level
     for n, kept in reversed(steps):
-        enough = torch.where((level < n) & (goal - goal.clamp(max=kept) >= needed), n, enough)
+        given = goal - goal.clamp(max=kept)
+        fits = (level < n) & (given >= needed)
+        enough = torch.where(fits, n, enough)
     second = torch.zeros_like(first)
     after = goal
     for n, kept in steps:
-        down = asked & (level < n) & (n <= enough) & (goal > kept)
+        down = asked & (level < n) & (n <= enough)
+        down = down & (goal > kept)
         second += down.sum(-1, dtype=torch.int32)
         after = torch.where(down, kept, after)
     level = torch.where(asked, enough, level)
 
-    current = number == running[:, None]
+    # A hard budget: the running segment down to the last of R, then every segment down to 0.
     if hard:
+        current = number == running[:, None]
         everything = past | current
-        for where, floor in [*((current, kept) for _, kept in steps), *((everything, n) for n in BEYOND)]:
+        rounds = [(current, kept) for kept in retention]
+        rounds += [(everything, n) for n in BEYOND]
+        for where, floor in rounds:
             excess_now = excess - (goal - after).sum(-1)
-            spare = torch.where(where, (after - floor).clamp(min=0), 0)
-            asked = (spare > 0) & (excess_now[:, None] > _before(spare, kind))
+            spare = (after - floor).clamp(min=0)
+            spare = torch.where(where, spare, 0)
+            asked = excess_now[:, None] > _before(spare, kind)
+            asked = (spare > 0) & asked
             after = torch.where(asked, floor, after)
             second += asked.sum(-1, dtype=torch.int32)
     return after, level, torch.stack((first, second))
@@ -133,9 +149,10 @@ def _goals(
 def _before(spare: Tensor, kind: Tensor) -> Tensor:
     """Tokens that the segments before each segment could give, ordered by type and then by age: [N, G]."""
     out = torch.zeros_like(spare)
-    given = torch.zeros_like(spare[:, :1])
+    given = torch.zeros_like(spare[:, :1])  # [N, 1], by all types before
     for k in range(TYPES):
         mine = torch.where(kind == k, spare, 0)
-        out = torch.where(kind == k, given + mine.cumsum(-1) - mine, out)
+        before = given + mine.cumsum(-1) - mine
+        out = torch.where(kind == k, before, out)
         given = given + mine.sum(-1, keepdim=True)
     return out

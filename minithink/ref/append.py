@@ -16,7 +16,15 @@ class Writer(Protocol):
         """k, v: [N, n, Hkv, D], n new tokens of each row."""
 
 
-def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Writer, layer: int) -> Tensor:
+def append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    writer: Writer,
+    layer: int,
+) -> Tensor:
     """Rotate one new token of each sequence, and store its keys and values in the slots that the writer has taken.
 
     Args:
@@ -29,5 +37,6 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: Wr
     Returns:
         The rotated queries: [N, Hq, D] in the dtype of `q`.
     """
-    writer.write(layer, rope(k, cos, sin)[:, None], v[:, None])
+    rotated = rope(k, cos, sin)
+    writer.write(layer, rotated[:, None], v[:, None])
     return rope(q, cos, sin)

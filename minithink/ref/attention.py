@@ -19,7 +19,9 @@ def of_any_length(device: torch.device, masked: bool) -> AbstractContextManager[
     prompt (3 ms on an H200), so the context excludes cuDNN. Later chunks of a prompt need a mask (`masked`) and keep
     cuDNN, because no other fast backend takes a mask.
     """
-    return sdpa_kernel(WITHOUT_PLANS) if device.type == "cuda" and not masked else nullcontext()
+    if device.type == "cuda" and not masked:
+        return sdpa_kernel(WITHOUT_PLANS)
+    return nullcontext()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -34,12 +36,26 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     n, hq, d = q.shape
     hkv, s, _ = k.shape
+    k = k[None]  # [1, Hkv, S, D]
+    v = v[None]
     if n == 1:
         # A single query sees all keys, so the query heads of a group act as several queries of their KV head.
-        out = F.scaled_dot_product_attention(q.view(1, hkv, hq // hkv, d), k[None], v[None])
+        grouped = q.view(1, hkv, hq // hkv, d)
+        out = F.scaled_dot_product_attention(grouped, k, v)
         return out.reshape(1, hq, d)
     # torch's causal flag aligns its mask at the top left, which is correct for a whole prompt only.
-    mask = None if n == s else torch.ones(n, s, dtype=torch.bool, device=q.device).tril(s - n)
+    whole = n == s
+    mask = None
+    if not whole:
+        square = torch.ones(n, s, dtype=torch.bool, device=q.device)
+        mask = square.tril(s - n)
     q = q.transpose(0, 1)[None]  # [1, Hq, n, D]
-    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, is_causal=n == s, enable_gqa=True)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=whole,
+        enable_gqa=True,
+    )
     return out[0].transpose(0, 1)

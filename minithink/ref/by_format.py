@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 def by_format(
-    place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], most: int, seen: int
+    place: Tensor,
+    count: Tensor,
+    rows: Tensor,
+    page_format: Tensor,
+    formats: Sequence[int],
+    most: int,
+    seen: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the lists of some rows: the tokens of one format after the other, then those in the ring (the buffer),
     each oldest first.
@@ -31,14 +37,23 @@ def by_format(
             tokens.
     """
     column = torch.arange(seen, dtype=torch.int32, device=place.device)
-    listed = column < count[:, rows, :, None]  # [Lt, N, Ht, S]
-    place = place[:, rows, :, :seen].masked_fill(~listed, -1)
-    found = page_format[(place.clamp(min=0) // most).long()]
-    kind = torch.full_like(place, len(formats))  # the ring
+    held = count[:, rows, :, None]
+    listed = column < held  # [Lt, N, Ht, S]
+    place = place[:, rows, :, :seen]
+    place = place.masked_fill(~listed, -1)
+    in_page = place >= 0
+
+    # kind: 0 to F − 1 for the formats in their order, F for the ring, F + 1 where there is no token.
+    ring = len(formats)
+    page = place.clamp(min=0) // most
+    found = page_format[page.long()]
+    kind = torch.full_like(place, ring)
     for i, f in enumerate(formats):
-        kind = torch.where((place >= 0) & (found == f), i, kind)
-    kind = kind.masked_fill(~listed, len(formats) + 1)
-    kinds = torch.arange(len(formats) + 2, device=place.device)
-    first = (kind[..., None, :] < kinds[:, None]).sum(-1, dtype=torch.int32)
+        kind = torch.where(in_page & (found == f), i, kind)
+    kind = kind.masked_fill(~listed, ring + 1)
+
+    kinds = torch.arange(ring + 2, device=place.device)
+    smaller = kind[..., None, :] < kinds[:, None]  # [Lt, N, Ht, F + 2, S]
+    first = smaller.sum(-1, dtype=torch.int32)
     order = kind.argsort(dim=-1, stable=True)
     return place.gather(-1, order), order.int(), first

@@ -8,7 +8,14 @@ from torch import Tensor
 NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
 
 
-def carry(score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor) -> None:
+def carry(
+    score: Tensor,
+    pos: Tensor,
+    stay: Tensor,
+    known: tuple[Tensor, Tensor],
+    at: Tensor,
+    active: Tensor,
+) -> None:
     """Keep the positions and scores of the tokens that stay, oldest first. `known` is changed in place.
 
     Args:
@@ -20,8 +27,12 @@ def carry(score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor]
         active: bool [N]. In other rows nothing changes.
     """
     entries = known[0].shape[-1]
-    rank = torch.where(stay, stay.cumsum(-1) - 1, entries).clamp(max=entries)
+    rank = stay.cumsum(-1) - 1  # [L, N, H, S]
+    rank = torch.where(stay, rank, entries)  # one more entry takes the tokens that go
+    rank = rank.clamp(max=entries)
+    shape = (*rank.shape[:3], entries + 1)
+    rows = active[:, None, None]
     for x, of_columns, nothing in zip(known, (pos, score), (NOWHERE, 0), strict=True):
-        new = torch.full((*rank.shape[:3], entries + 1), nothing, dtype=x.dtype, device=x.device)
+        new = torch.full(shape, nothing, dtype=x.dtype, device=x.device)
         new.scatter_(-1, rank, of_columns)
-        x[:, at] = torch.where(active[:, None, None], new[..., :-1], x[:, at])
+        x[:, at] = torch.where(rows, new[..., :-1], x[:, at])

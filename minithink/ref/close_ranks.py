@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 
-def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source: Tensor, moves: Tensor) -> Tensor:
+def close_ranks(
+    drop: Tensor,
+    place: Tensor,
+    pos: Tensor,
+    count: Tensor,
+    source: Tensor,
+    moves: Tensor,
+) -> Tensor:
     """Before an eviction, assign the first slots of every list to the tokens that stay, in order.
 
     The r-th token that stays moves to place[r], the slot of the list's r-th token now; `gather` copies it there. So
@@ -34,14 +41,20 @@ def close_ranks(drop: Tensor, place: Tensor, pos: Tensor, count: Tensor, source:
     seen = drop.shape[-1]
     last = place.shape[-1] - 1
     column = torch.arange(seen, device=drop.device)
-    listed = column < count[..., None]
+    held = count[..., None]
+    listed = column < held
     gone = listed & drop
     keep = listed & ~drop
     kept = keep.sum(-1, dtype=torch.int32)
-    rank = torch.where(keep, keep.cumsum(-1) - 1, last)  # the last column means nothing
+
+    rank = keep.cumsum(-1) - 1
+    rank = torch.where(keep, rank, last)  # the last column means nothing
     source.scatter_(-1, rank, place[..., :seen])
-    pos.scatter_(-1, rank, pos[..., :seen].clone())
+    old_pos = pos[..., :seen].clone()
+    pos.scatter_(-1, rank, old_pos)
     pos[..., last].fill_(-1)
-    moves[..., 0] = torch.where(gone, column, count[..., None]).amin(-1)
+
+    first_gone = torch.where(gone, column, held)
+    moves[..., 0] = first_gone.amin(-1)
     moves[..., 1] = kept
     return listed & (column >= kept[..., None])

@@ -6,7 +6,13 @@ from torch import Tensor
 
 
 def cumulative_score(
-    importance: Tensor, redundancy: Tensor, pos: Tensor, at: Tensor, number: Tensor, penalty: Tensor, sigma: float
+    importance: Tensor,
+    redundancy: Tensor,
+    pos: Tensor,
+    at: Tensor,
+    number: Tensor,
+    penalty: Tensor,
+    sigma: float,
 ) -> tuple[Tensor, Tensor]:
     """The score of eq. 6.
 
@@ -25,7 +31,13 @@ def cumulative_score(
     Returns:
         Z and λ: float32 [L, N, H, S]; where there is no token Z means nothing, and λ is 0.
     """
-    of_token = number[at].gather(1, pos.transpose(0, 1).flatten(1).clamp(min=0).long())  # [N, L·H·S]
-    lam = penalty[at].gather(1, of_token.long()).unflatten(1, (pos.shape[0], *pos.shape[2:])).transpose(0, 1)
+    layers, _, heads, columns = pos.shape
+    position = pos.transpose(0, 1).flatten(1)  # [N, L·H·S]
+    position = position.clamp(min=0)
+    sentence = number[at].gather(1, position.long())
+    lam = penalty[at].gather(1, sentence.long())
+    lam = lam.unflatten(1, (layers, heads, columns))
+    lam = lam.transpose(0, 1)  # [L, N, H, S]
     lam = lam.masked_fill(pos < 0, 0.0)
-    return sigma * importance - (1 - sigma) * redundancy - lam, lam
+    z = sigma * importance - (1 - sigma) * redundancy - lam
+    return z, lam

@@ -19,15 +19,22 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> T
         [N, Hq, D].
     """
     n, hq, d = q.shape
+    hkv = k.shape[1]
     # The query heads of a group are several queries of their KV head.
-    grouped = q.view(n, k.shape[1], -1, d)
-    mask = None if valid is None else valid.unsqueeze(2)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask).reshape(n, hq, d)
+    grouped = q.view(n, hkv, -1, d)
+    mask = None
+    if valid is not None:
+        mask = valid.unsqueeze(2)
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
+    return out.reshape(n, hq, d)
 
 
 def decode_probabilities(logits: Tensor, valid: Tensor) -> Tensor:
     """softmax over the valid tokens, in float32. logits: [N, Hkv, g, S], valid: [N, Hkv or 1, S] → [N, Hkv, g, S]."""
-    return logits.float().masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)
+    outside = ~valid.unsqueeze(2)
+    logits = logits.float()
+    logits = logits.masked_fill(outside, -torch.inf)
+    return logits.softmax(-1)
 
 
 def group_reduce(logits: Tensor, valid: Tensor, rule: str) -> Tensor:
@@ -43,11 +50,18 @@ def group_reduce(logits: Tensor, valid: Tensor, rule: str) -> Tensor:
         float32 [N, Hkv, S], with "none" [N, Hq, S]; 0 where not valid.
     """
     if rule == "max_logit":
-        return decode_probabilities(logits.amax(2, keepdim=True), valid)[:, :, 0]
+        largest = logits.amax(2, keepdim=True)  # [N, Hkv, 1, S]
+        return decode_probabilities(largest, valid)[:, :, 0]
     p = decode_probabilities(logits, valid)
     if rule == "none":
         return p.flatten(1, 2)
-    return {"sum": p.sum(2), "mean": p.mean(2), "max": p.amax(2)}[rule]
+    if rule == "sum":
+        return p.sum(2)
+    if rule == "mean":
+        return p.mean(2)
+    if rule == "max":
+        return p.amax(2)
+    raise KeyError(rule)
 
 
 def causal_weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
@@ -61,15 +75,27 @@ def causal_weights(q: Tensor, k: Tensor, first: int, group: str) -> Tensor:
     Returns:
         float32 [n, Hkv, S], with "none" [n, Hq, S].
     """
+    n, _, d = q.shape
+    hkv, s, _ = k.shape
     # one product for each KV head: otherwise torch copies the keys for every query
-    grouped = q.unflatten(1, (k.shape[0], -1)).transpose(0, 1)  # [Hkv, n, g, D]
-    logits = (grouped.flatten(1, 2) @ k.mT).unflatten(1, (len(q), -1)).transpose(0, 1)
-    own = first + torch.arange(len(q), device=q.device)
-    valid = (torch.arange(k.shape[1], device=q.device) <= own[:, None])[:, None]  # [n, 1, S]
-    return group_reduce(logits / q.shape[-1] ** 0.5, valid, group)
+    grouped = q.unflatten(1, (hkv, -1))
+    grouped = grouped.transpose(0, 1)  # [Hkv, n, g, D]
+    logits = grouped.flatten(1, 2) @ k.mT  # [Hkv, n·g, S]
+    logits = logits.unflatten(1, (n, -1))
+    logits = logits.transpose(0, 1)  # [n, Hkv, g, S]
+    own = first + torch.arange(n, device=q.device)
+    column = torch.arange(s, device=q.device)
+    valid = column <= own[:, None]  # [n, S]
+    return group_reduce(logits / d**0.5, valid[:, None], group)
 
 
-def query_rows(q: Tensor, k: Tensor, pos: Tensor, length: Tensor, group: str) -> Tensor:
+def query_rows(
+    q: Tensor,
+    k: Tensor,
+    pos: Tensor,
+    length: Tensor,
+    group: str,
+) -> Tensor:
     """Attention weights of the last n queries of some sequences over the tokens that they hold now.
 
     Args:
@@ -84,11 +110,15 @@ def query_rows(q: Tensor, k: Tensor, pos: Tensor, length: Tensor, group: str) ->
     """
     q = q.float()
     k = k.float()
-    n = q.shape[2]
+    hkv = k.shape[1]
+    n, d = q.shape[2:]
+    keys = k.transpose(-1, -2)  # [R, Hkv, D, S]
     out = []
     for i in range(n):
-        own = (length - n + i)[:, None, None]  # the query's position
-        valid = (pos >= 0) & (pos <= own)
-        logits = q[:, :, i].unflatten(1, (k.shape[1], -1)) @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
-        out.append(group_reduce(logits, valid, group).nan_to_num(0.0))  # no valid token: no such query
+        own = length - n + i  # [R], the query's position
+        valid = (pos >= 0) & (pos <= own[:, None, None])
+        grouped = q[:, :, i].unflatten(1, (hkv, -1))  # [R, Hkv, g, D]
+        logits = grouped @ keys / d**0.5
+        weights = group_reduce(logits, valid, group)
+        out.append(weights.nan_to_num(0.0))  # no valid token: no such query
     return torch.stack(out, dim=2)

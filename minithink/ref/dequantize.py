@@ -8,7 +8,13 @@ from torch import Tensor
 from minithink.quant import Format
 
 
-def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(
+    fmt: Format,
+    codes: Tensor,
+    params: Tensor,
+    tensor_scale: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     """Decode, in float32; numbers that `dtype` cannot hold saturate. The formats are in `minithink/quant/`.
 
     Args:

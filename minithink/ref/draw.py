@@ -27,20 +27,26 @@ def draw(key: Tensor, pos: Tensor, weight: Tensor | None = None) -> Tensor:
     Returns:
         [..., S] float64: u, from 0 to below 1, or ln(u)/w, −∞ where w is 0.
     """
-    u = (_right(mix(key[..., None] + pos.long() * GOLDEN), 11)).double() * 2.0**-53
+    counter = key[..., None] + pos.long() * GOLDEN
+    bits = _right(mix(counter), 11)  # 53 of them
+    u = bits.double() * 2.0**-53
     if weight is None:
         return u
-    return torch.where(weight > 0, u.clamp(min=2.0**-53).log() / weight.double(), -torch.inf)
+    log_u = u.clamp(min=2.0**-53).log()
+    return torch.where(weight > 0, log_u / weight.double(), -torch.inf)
 
 
 def mix(x: Tensor) -> Tensor:
     """splitmix64: one step from state x, a bijection of int64."""
     x = x + GOLDEN
-    x = (x ^ _right(x, 30)) * MULTIPLIERS[0]
-    x = (x ^ _right(x, 27)) * MULTIPLIERS[1]
+    x = x ^ _right(x, 30)
+    x = x * MULTIPLIERS[0]
+    x = x ^ _right(x, 27)
+    x = x * MULTIPLIERS[1]
     return x ^ _right(x, 31)
 
 
 def _right(x: Tensor, bits: int) -> Tensor:
     """x shifted right as an unsigned number."""
-    return (x >> bits) & (1 << 64 - bits) - 1
+    mask = (1 << 64 - bits) - 1
+    return (x >> bits) & mask

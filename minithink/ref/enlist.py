@@ -7,7 +7,13 @@ from torch import Tensor
 
 
 def enlist(
-    place: Tensor, pos: Tensor, count: Tensor, at: Tensor, active: Tensor, lengths: Tensor, waiting: Tensor
+    place: Tensor,
+    pos: Tensor,
+    count: Tensor,
+    at: Tensor,
+    active: Tensor,
+    lengths: Tensor,
+    waiting: Tensor,
 ) -> None:
     """Append one new token of every active row to the lists of all its units.
 
@@ -24,10 +30,14 @@ def enlist(
         waiting: int64 [N], the new token's index in the buffer; 0 without a buffer.
     """
     held = count[:, at]  # [Lt, N, Ht]
-    column = torch.where(active[:, None], held, place.shape[-1] - 1)[..., None].long()
+    joins = active[:, None]
+    nowhere = place.shape[-1] - 1
+    column = torch.where(joins, held, nowhere)
+    column = column[..., None].long()  # [Lt, N, Ht, 1]
     for lists, value in ((place, -1 - waiting), (pos, lengths)):
         own = lists[:, at]
-        own.scatter_(-1, column, value.to(torch.int32)[:, None, None].expand(column.shape))
+        new = value.to(torch.int32)[:, None, None]
+        own.scatter_(-1, column, new.expand(column.shape))
         lists[:, at] = own
     pos[..., -1] = -1
-    count[:, at] = held + active[:, None].to(torch.int32)
+    count[:, at] = held + joins.to(torch.int32)

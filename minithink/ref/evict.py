@@ -57,33 +57,57 @@ def evict(
     none = stack.numel() - 1
     seen = drop.shape[-1]
     last = place.shape[-1] - 1
-    here = place[:, at, :, :seen]
+    here = place[:, at, :, :seen]  # [Lt, N, Ht, S]
     where = pos[:, at, :, :seen]
-    keep = (where >= 0) & ~drop
-    free = (where >= 0) & drop & (here >= 0)
+    listed = where >= 0
+    keep = listed & ~drop
+    free = listed & drop & (here >= 0)
     number = torch.where(free, here // most, none).long()
     slot = torch.where(free, here % most, 0).long()
 
-    column = torch.where(keep, keep.cumsum(-1) - 1, last)
-    place[:, at] = place[:, at].scatter_(-1, column, here)
-    gone = torch.full_like(pos[:, at], -1).scatter_(-1, column, where)
-    gone[..., last] = -1
-    pos[:, at] = gone
+    # The lists close up.
+    rank = keep.cumsum(-1) - 1
+    column = torch.where(keep, rank, last)
+    new_place = place[:, at]
+    new_place.scatter_(-1, column, here)
+    place[:, at] = new_place
+    new_pos = torch.full_like(pos[:, at], -1)
+    new_pos.scatter_(-1, column, where)
+    new_pos[..., last] = -1
+    pos[:, at] = new_pos
     count[:, at] = keep.sum(-1, dtype=count.dtype)
 
+    # Slots become free, and pages without tokens.
     live[number, slot] = False
-    taken.index_add_(0, number.flatten(), -free.flatten().to(torch.int32))
-    tables = page[:, at]
-    empty = (tables != none) & (taken[tables.long()] == 0)
+    freed = free.flatten().to(torch.int32)
+    taken.index_add_(0, number.flatten(), -freed)
+    tables = page[:, at]  # [Lt, N, Ht, width]
+    empty = taken[tables.long()] == 0
+    empty = (tables != none) & empty
     _push(stack, top, tables, empty)
-    page_format[torch.where(empty, tables, none).long()] = 255
+    closed = torch.where(empty, tables, none)
+    page_format[closed.long()] = 255
     page[:, at] = tables.masked_fill(empty, none)
     if scale_row.numel():
-        release_rows(number, slot, free, scale_row, row_uses, row_stack, row_top)
+        release_rows(
+            page=number,
+            slot=slot,
+            which=free,
+            scale_row=scale_row,
+            row_uses=row_uses,
+            row_stack=row_stack,
+            row_top=row_top,
+        )
 
 
 def release_rows(
-    page: Tensor, slot: Tensor, which: Tensor, scale_row: Tensor, row_uses: Tensor, row_stack: Tensor, row_top: Tensor
+    page: Tensor,
+    slot: Tensor,
+    which: Tensor,
+    scale_row: Tensor,
+    row_uses: Tensor,
+    row_stack: Tensor,
+    row_top: Tensor,
 ) -> None:
     """Take tokens off their rows of key scales, and free each row with its last token.
 
@@ -95,19 +119,27 @@ def release_rows(
     """
     none = row_stack.numel() - 1
     row = scale_row[page, slot].flatten()
-    row = torch.where(which.flatten() & (row < none), row, none).long()
+    scaled = which.flatten() & (row < none)
+    row = torch.where(scaled, row, none).long()
+    real = row < none
     scale_row[page, slot] = torch.full((), none + 1, dtype=torch.int32, device=row.device)
-    row_uses.index_add_(0, row, -(row < none).to(torch.int32))
+    row_uses.index_add_(0, row, -real.to(torch.int32))
+
+    # A row goes to the stack with the last of its tokens that go now.
     number = torch.arange(len(row), device=row.device)
-    last = torch.empty(none + 1, dtype=torch.int64, device=row.device)  # of each row the last token that goes
+    last = torch.empty(none + 1, dtype=torch.int64, device=row.device)
     last.scatter_reduce_(0, row, number, "amax", include_self=False)
-    gone = (row < none) & (row_uses[row] == 0) & (last[row] == number)
+    unused = row_uses[row] == 0
+    gone = real & unused & (last[row] == number)
     _push(row_stack, row_top, row, gone)
 
 
 def _push(stack: Tensor, top: Tensor, numbers: Tensor, which: Tensor) -> None:
     """Put the numbers for which `which` is true on a stack, in their order."""
     none = stack.numel() - 1
-    rank = which.flatten().cumsum(0).view(which.shape) - 1
-    stack[torch.where(which, top + rank, none)] = torch.where(which, numbers, none).to(stack.dtype)
+    rank = which.flatten().cumsum(0) - 1
+    rank = rank.view(which.shape)
+    entry = torch.where(which, top + rank, none)
+    pushed = torch.where(which, numbers, none)
+    stack[entry] = pushed.to(stack.dtype)
     top += which.sum()

@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 
-def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> None:
+def gather(
+    source: Tensor,
+    moves: Tensor,
+    place: Tensor,
+    pool: Tensor,
+    most: int,
+) -> None:
     """Copy tokens from slot to slot, in all lanes of their units.
 
     Args:
@@ -17,9 +23,12 @@ def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int
             multiple of 4 bytes. The lanes may be a part of a larger pool's lanes.
         most: slots of a page.
     """
+    first = moves[..., :1]
+    end = moves[..., 1:]
     rank = torch.arange(place.shape[-1], device=place.device)
-    moving = (rank >= moves[..., :1]) & (rank < moves[..., 1:])
+    moving = (rank >= first) & (rank < end)
     slots = pool.unflatten(-1, (most, -1))  # [pages, lanes, most, bytes]
-    start = source[moving].long()
-    end = place[moving].long()
-    slots[end // most, :, end % most] = slots[start // most, :, start % most]
+    old = source[moving].long()
+    new = place[moving].long()
+    moved = slots[old // most, :, old % most]
+    slots[new // most, :, new % most] = moved

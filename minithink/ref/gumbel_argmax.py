@@ -33,13 +33,16 @@ def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor)
     Returns:
         [B] int64 token ids; of equal sums the smallest id.
     """
-    return (logits + gumbel(seed, sequence, position, logits.shape[-1])).argmax(-1)
+    noise = gumbel(seed, sequence, position, logits.shape[-1])
+    return (logits + noise).argmax(-1)
 
 
 def gumbel(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise. sequence, position: [B] int64 → [B, V] float32, all finite (−2.9 to 22.9)."""
     # The large g decide, and they come from small u, where float32 is finest: log1p keeps this resolution.
-    return -(-torch.log1p(-uniform(seed, sequence, position, vocab_size))).log()
+    u = uniform(seed, sequence, position, vocab_size)
+    inner = -torch.log1p(-u)  # −log(1 − u)
+    return -inner.log()
 
 
 def uniform(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> Tensor:
@@ -51,11 +54,18 @@ def uniform(seed: int, sequence: Tensor, position: Tensor, vocab_size: int) -> T
     Returns:
         [B, V] float32.
     """
-    quad = torch.arange(-(-vocab_size // 4), device=position.device)
-    column = sequence[:, None]
-    words = philox((quad[None], position[:, None], column & MASK, column >> 32 & MASK), (seed & MASK, seed >> 32))
-    x = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size].float()
-    return x.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+    quads = -(-vocab_size // 4)
+    quad = torch.arange(quads, device=position.device)
+    column = sequence[:, None]  # [B, 1]
+    low = column & MASK
+    high = column >> 32 & MASK
+    counter = (quad[None], position[:, None], low, high)
+    key = (seed & MASK, seed >> 32)
+    words = torch.stack(philox(counter, key), dim=-1)  # [B, quads, 4]
+    words = words.flatten(1)
+    x = words[:, :vocab_size].float()
+    x = x.add_(0.5).mul_(2.0**-32)
+    return x.clamp_(max=1 - 2.0**-24)
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
@@ -71,9 +81,11 @@ def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> list[Tensor]:
         # c2 are multiplied, so only they must be masked in every round.
         a = c0 * MULTIPLIERS[0]
         b = c2 * MULTIPLIERS[1]
-        c0 = ((b >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(MASK)
+        c0 = (b >> 32) ^ c1
+        c0 = c0.bitwise_xor_(k0).bitwise_and_(MASK)
         c1 = b
-        c2 = ((a >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(MASK)
+        c2 = (a >> 32) ^ c3
+        c2 = c2.bitwise_xor_(k1).bitwise_and_(MASK)
         c3 = a
         k0 = k0 + WEYL[0] & MASK
         k1 = k1 + WEYL[1] & MASK

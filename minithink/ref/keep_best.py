@@ -17,9 +17,14 @@ def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
     Returns:
         bool [..., S], the candidates that are kept.
     """
-    order = score.masked_fill(~candidate, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+    score = score.masked_fill(~candidate, -torch.inf)
+    order = score.sort(dim=-1, descending=True, stable=True).indices
     # Candidates of score −∞ may stand behind columns that are no candidates: move the latter behind all candidates.
-    order = order.gather(-1, (~candidate.gather(-1, order)).to(torch.uint8).sort(dim=-1, stable=True).indices)
-    ranks = torch.arange(score.shape[-1], device=score.device)
-    kept = torch.zeros_like(candidate).scatter(-1, order, ranks < count[..., None])
+    other = ~candidate.gather(-1, order)
+    candidates_first = other.to(torch.uint8).sort(dim=-1, stable=True).indices
+    order = order.gather(-1, candidates_first)
+    rank = torch.arange(score.shape[-1], device=score.device)
+    best = rank < count[..., None]
+    kept = torch.zeros_like(candidate)
+    kept = kept.scatter(-1, order, best)
     return kept & candidate

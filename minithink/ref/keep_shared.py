@@ -24,5 +24,6 @@ def keep_shared(score: Tensor, candidate: Tensor, count: Tensor, floor: Tensor) 
     """
     certain = keep_best(score, candidate, floor)
     missing = count - certain.sum((-2, -1), dtype=count.dtype)
-    others = keep_best(score.flatten(-2), (candidate & ~certain).flatten(-2), missing)
+    uncertain = candidate & ~certain
+    others = keep_best(score.flatten(-2), uncertain.flatten(-2), missing)  # [..., H·S]
     return certain | others.view_as(certain)

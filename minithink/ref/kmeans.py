@@ -40,36 +40,68 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     most = int(k.max()) if len(k) else 0
     if most <= 0:
         return valid & few[:, None]
-    x = x.float().masked_fill(~valid[..., None], 0.0)
-    d = torch.stack([(x - one[:, None]).square().sum(-1) for one in x.unbind(1)], dim=1)  # [P, T, T]
-    d = d.masked_fill(~(valid[:, None] & valid[:, :, None]), 0.0)
-    rows = torch.arange(len(x), device=x.device)
+    d = _distances(x, valid)
     clusters = torch.arange(most, device=x.device)
     real = clusters < k[:, None]  # [P, K]
 
-    far = -d.sum(-1)
-    near = torch.full_like(far, torch.inf)
-    label = torch.full_like(valid, most, dtype=torch.long)
-    for i in range(most):  # near: distance to the nearest centroid, label: the number of this centroid
-        pick = far.masked_fill(~valid, -torch.inf).argmax(-1)
-        new = d[rows, pick]
-        closer = valid & (new < near) & real[:, i, None]
-        near = torch.where(closer, new, near)
-        label = torch.where(closer, i, label)
-        far = near
+    near, label = _farthest_first(d, valid, real)
     label = _fill(label, near, real)
-
     for _ in range(ITERATIONS - 1):  # in the first round above, members joined the first centroids
         before = label
         member = label[..., None] == clusters  # [P, T, K]
-        near, label = _to_means(d, member.float()).masked_fill(~real[:, None], torch.inf).min(-1)
-        label = _fill(torch.where(valid, label, most), near, real)
+        to_means = _to_means(d, member.float())
+        to_means = to_means.masked_fill(~real[:, None], torch.inf)
+        near, label = to_means.min(-1)
+        label = torch.where(valid, label, most)
+        label = _fill(label, near, real)
         if torch.equal(label, before):
             break
+
     member = label[..., None] == clusters
-    nearest = (d @ member.float()).masked_fill(~member, torch.inf).argmin(1)  # [P, K], each in its cluster
-    kept = torch.zeros_like(label).scatter_add(1, nearest, real.long()) > 0
-    return torch.where(few[:, None], valid, kept)
+    to_members = d @ member.float()  # [P, T, K], sums of distances
+    to_members = to_members.masked_fill(~member, torch.inf)
+    nearest = to_members.argmin(1)  # [P, K], each in its cluster
+    chosen = torch.zeros_like(label)
+    chosen = chosen.scatter_add(1, nearest, real.long())
+    return torch.where(few[:, None], valid, chosen > 0)
+
+
+def _distances(x: Tensor, valid: Tensor) -> Tensor:
+    """Squared distances between the members of each set: float32 [P, T, T], 0 where one of two is no member."""
+    x = x.float()
+    x = x.masked_fill(~valid[..., None], 0.0)
+    columns = []
+    for one in x.unbind(1):  # [P, F]
+        difference = x - one[:, None]
+        columns.append(difference.square().sum(-1))
+    d = torch.stack(columns, dim=1)
+    both = valid[:, None] & valid[:, :, None]
+    return d.masked_fill(~both, 0.0)
+
+
+def _farthest_first(d: Tensor, valid: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """The first centroids are members: the one nearest to the mean, then each time the one farthest from all.
+
+    d: [P, T, T], squared distances; valid: bool [P, T]; real: bool [P, K], the clusters that a set has.
+
+    Returns the distance of each member to the nearest centroid, [P, T], and the number of this centroid:
+    int64 [P, T], K where there is no member.
+    """
+    rows = torch.arange(len(d), device=d.device)
+    most = real.shape[1]
+    far = -d.sum(-1)
+    near = torch.full_like(far, torch.inf)
+    label = torch.full_like(valid, most, dtype=torch.long)
+    for i in range(most):
+        far = far.masked_fill(~valid, -torch.inf)
+        pick = far.argmax(-1)  # [P]
+        new = d[rows, pick]  # [P, T]
+        closer = valid & (new < near)
+        closer = closer & real[:, i, None]
+        near = torch.where(closer, new, near)
+        label = torch.where(closer, i, label)
+        far = near
+    return near, label
 
 
 def _to_means(d: Tensor, member: Tensor) -> Tensor:
@@ -93,14 +125,18 @@ def _fill(label: Tensor, own: Tensor, real: Tensor) -> Tensor:
     most = real.shape[1]
     size = torch.zeros(len(label), most + 1, dtype=torch.long, device=label.device)
     size.scatter_add_(1, label, torch.ones_like(label))
-    if not bool((real & (size[:, :most] == 0)).any()):
+    empty = real & (size[:, :most] == 0)  # [P, K]
+    if not bool(empty.any()):
         return label
     label = label.clone()
     for i in range(most):
-        empty = real[:, i] & (size[:, i] == 0)
-        crowded = (size.gather(1, label) > 1) & (label < most)
-        pick = own.masked_fill(~crowded, -torch.inf).argmax(-1)
-        size[rows, label[rows, pick]] -= empty.long()
+        empty = real[:, i] & (size[:, i] == 0)  # [P]
+        crowded = size.gather(1, label) > 1  # [P, T]
+        crowded = crowded & (label < most)
+        far = own.masked_fill(~crowded, -torch.inf)
+        pick = far.argmax(-1)
+        old = label[rows, pick]
+        size[rows, old] -= empty.long()
         size[:, i] += empty
-        label[rows, pick] = torch.where(empty, i, label[rows, pick])
+        label[rows, pick] = torch.where(empty, i, old)
     return label

@@ -27,17 +27,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [N, out].
     """
-    if x.is_cpu and not SPREADS and x.shape[0] <= FEW_ROWS:
+    few = x.shape[0] <= FEW_ROWS
+    if x.is_cpu and not SPREADS and few:
         parts = torch.get_num_threads()  # only here, because torch.compile cannot trace this call
         if parts > 1 and weight.shape[1] % parts == 0:
             out = _in_blocks(x, weight, parts)
             return out if bias is None else out + bias
-    return x @ weight if bias is None else torch.addmm(bias, x, weight)
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, x, weight)
 
 
 def _in_blocks(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """x · W as `parts` products side by side, each with a block of W's columns."""
     n = x.shape[0]
-    blocks = weight.view(weight.shape[0], parts, -1).transpose(0, 1)  # [parts, in, out / parts]
-    out = torch.bmm(x.expand(parts, n, -1), blocks)  # [parts, N, out / parts]
-    return out.view(1, -1) if n == 1 else out.transpose(0, 1).reshape(n, weight.shape[1])
+    inner, outer = weight.shape
+    blocks = weight.view(inner, parts, -1)
+    blocks = blocks.transpose(0, 1)  # [parts, in, out / parts]
+    each = x.expand(parts, n, -1)
+    out = torch.bmm(each, blocks)  # [parts, N, out / parts]
+    if n == 1:
+        return out.view(1, -1)
+    return out.transpose(0, 1).reshape(n, outer)

@@ -22,7 +22,8 @@ class Scaled(NamedTuple):
     def ordered(self) -> tuple[Tensor, Tensor]:
         """Exponents, then mantissas: numbers compare by the exponents, and those with equal ones by the mantissas."""
         mantissa, more = torch.frexp(self.value)
-        return torch.where(self.value > 0, self.exponent + more, SMALLEST), mantissa
+        exponent = torch.where(self.value > 0, self.exponent + more, SMALLEST)
+        return exponent, mantissa
 
     def number(self) -> Tensor:
         """As float64; numbers below 2^−1000 are too small by some powers of 2, or 0."""
@@ -46,8 +47,10 @@ class Decay:
         numerator, denominator = float(lam).as_integer_ratio()  # exact: the denominator is a power of 2
         near = powers(numerator, 1 - denominator.bit_length())
         far = powers(*near.next)
-        self.factor = torch.tensor(near.factors + far.factors, dtype=torch.float64, device=device)
-        self.exponent = torch.tensor(near.exponents + far.exponents, dtype=torch.int32, device=device)
+        factors = near.factors + far.factors
+        exponents = near.exponents + far.exponents
+        self.factor = torch.tensor(factors, dtype=torch.float64, device=device)
+        self.exponent = torch.tensor(exponents, dtype=torch.int32, device=device)
 
     def tables(self) -> tuple[Tensor, Tensor]:
         """Factors and exponents: [2 · STEPS]."""
@@ -80,7 +83,14 @@ def powers(base: int, exponent: int) -> Powers:
 
 
 def lrfu(
-    mass: Tensor, valid: Tensor, counted: Tensor, crf: Tensor, last: Tensor, t: Tensor, decay: Decay, p: float
+    mass: Tensor,
+    valid: Tensor,
+    counted: Tensor,
+    crf: Tensor,
+    last: Tensor,
+    t: Tensor,
+    decay: Decay,
+    p: float,
 ) -> tuple[Tensor, Tensor, Scaled]:
     """One step of CRF, the combined recency and frequency of every token.
 
@@ -105,9 +115,11 @@ def lrfu(
         now: the CRF decayed to t, [..., S].
     """
     hit = hit_set(mass, valid, p) & counted
-    crf = torch.where(hit, decayed(crf, last, t, decay).number() + 1, crf)
+    old = decayed(crf, last, t, decay)
+    crf = torch.where(hit, old.number() + 1, crf)
     last = torch.where(hit, t.to(last.dtype), last)
-    return crf, last, decayed(crf, last, t, decay)
+    now = decayed(crf, last, t, decay)
+    return crf, last, now
 
 
 def decayed(crf: Tensor, last: Tensor, t: Tensor, decay: Decay) -> Scaled:
@@ -116,12 +128,14 @@ def decayed(crf: Tensor, last: Tensor, t: Tensor, decay: Decay) -> Scaled:
     near = age % STEPS
     far = STEPS + age // STEPS
     factor = decay.factor[near] * decay.factor[far]
-    return Scaled(crf * factor, decay.exponent[near] + decay.exponent[far])
+    exponent = decay.exponent[near] + decay.exponent[far]
+    return Scaled(crf * factor, exponent)
 
 
 def power_of_2(exponent: Tensor) -> Tensor:
     """2^exponent, float64; 2^−1022 if it is less, because that is the smallest with full precision."""
-    bits = exponent.clamp(-1022, 1023).long() + 1023
+    exponent = exponent.clamp(-1022, 1023)
+    bits = exponent.long() + 1023
     return (bits << 52).view(torch.float64)
 
 
@@ -152,7 +166,10 @@ def hit_set(mass: Tensor, valid: Tensor, p: float) -> Tensor:
     Returns:
         bool [..., S].
     """
-    ordered, order = mass.masked_fill(~valid, 0.0).sort(dim=-1, descending=True, stable=True)
-    total = ordered.double().cumsum(-1)
+    mass = mass.masked_fill(~valid, 0.0)
+    ordered, order = mass.sort(dim=-1, descending=True, stable=True)
+    total = ordered.double().cumsum(-1)  # up to and with each token
     before = torch.nn.functional.pad(total[..., :-1], (1, 0))
-    return torch.zeros_like(valid).scatter(-1, order, before < p * total[..., -1:])
+    wanted = p * total[..., -1:]
+    hit = torch.zeros_like(valid)
+    return hit.scatter(-1, order, before < wanted)

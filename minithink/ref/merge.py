@@ -23,12 +23,17 @@ def partial_attention(q: Tensor, k: Tensor, v: Tensor, valid: Tensor) -> tuple[T
         lse: float32 [N, Hq], −∞ there.
     """
     n, hq, d = q.shape
-    grouped = q.view(n, k.shape[1], -1, d).float()
-    logits = grouped @ k.float().transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+    hkv = k.shape[1]
+    grouped = q.view(n, hkv, -1, d).float()  # [N, Hkv, g, D]
+    keys = k.float().transpose(-1, -2)
+    logits = grouped @ keys / d**0.5  # [N, Hkv, g, S]
     logits = logits.masked_fill(~valid[:, :, None], -torch.inf)
-    lse = logits.logsumexp(-1)
-    p = (logits - lse.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp()
-    return (p @ v.float()).view(n, hq, d), lse.view(n, hq)
+    lse = logits.logsumexp(-1)  # [N, Hkv, g]
+    smallest = torch.finfo(torch.float32).min
+    finite = lse.clamp(min=smallest)  # −∞ less −∞ would be NaN
+    p = (logits - finite[..., None]).exp()
+    out = p @ v.float()
+    return out.view(n, hq, d), lse.view(n, hq)
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -42,8 +47,10 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Returns:
         out [N, Hq, D] and lse [N, Hq] of all parts' tokens together.
     """
-    outs = torch.stack([out for out, _ in parts])
-    lses = torch.stack([lse for _, lse in parts])
+    outs = torch.stack([out for out, _ in parts])  # [parts, N, Hq, D]
+    lses = torch.stack([lse for _, lse in parts])  # [parts, N, Hq]
     lse = lses.logsumexp(0)
     # softmax makes weights that sum to 1 even if lse is so large that exp(lse_i − lse) shows its rounding.
-    return (lses.softmax(0)[..., None] * outs).sum(0), lse
+    weights = lses.softmax(0)[..., None]
+    out = (weights * outs).sum(0)
+    return out, lse

@@ -20,7 +20,12 @@ class Reading(Protocol):
         """K, V: [N, Hkv, S, D], finite everywhere."""
 
 
-def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
+def paged_attention(
+    q: Tensor,
+    read: Reading,
+    layer: int,
+    group: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and the attention that each token got.
 
     Args:
@@ -37,15 +42,22 @@ def paged_attention(q: Tensor, read: Reading, layer: int, group: str | None = No
     k, v = read(layer)
     valid = read.valid(layer)
     n, hq, d = q.shape
+    hkv, s = k.shape[1:3]
     out = decode_attention(q, k, v, valid)
     if valid is not None:  # the softmax of a lane without tokens is NaN: its output becomes 0
-        some = valid.any(-1)[..., None, None]  # [N, Ht, 1, 1]
-        out = out.view(n, some.shape[1], -1, d).masked_fill(~some, 0).view(n, hq, d)
+        some = valid.any(-1)
+        some = some[..., None, None]  # [N, Ht, 1, 1]
+        out = out.view(n, some.shape[1], -1, d)
+        out = out.masked_fill(~some, 0)
+        out = out.view(n, hq, d)
     if group is None:
         return out, None
-    logits = q.view(n, k.shape[1], -1, d) @ k.transpose(-1, -2) / d**0.5  # [N, Hkv, g, S]
+    grouped = q.view(n, hkv, -1, d)
+    keys = k.transpose(-1, -2)
+    logits = grouped @ keys / d**0.5  # [N, Hkv, g, S]
     if valid is None:
-        valid = torch.ones(n, 1, k.shape[2], dtype=torch.bool, device=k.device)
+        valid = torch.ones(n, 1, s, dtype=torch.bool, device=k.device)
     mass = group_reduce(logits, valid, group)
-    of_tables = mass.view(n, valid.shape[1], -1, mass.shape[-1])
-    return out, of_tables.masked_fill(~valid[:, :, None], 0).view(mass.shape)
+    of_tables = mass.view(n, valid.shape[1], -1, s)
+    of_tables = of_tables.masked_fill(~valid[:, :, None], 0)
+    return out, of_tables.view(mass.shape)

@@ -26,11 +26,12 @@ def pool(score: Tensor, valid: Tensor, kernel_size: int, pooling: str) -> Tensor
     if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
         raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")
     side = kernel_size // 2
-    flat = (-1, 1, score.shape[-1])
+    outside = -torch.inf if pooling == "max" else 0.0
+    score = score.masked_fill(~valid, outside)
+    flat = score.reshape(-1, 1, score.shape[-1])
     if pooling == "max":
-        outside = score.masked_fill(~valid, -torch.inf)
-        pooled = F.max_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
+        pooled = F.max_pool1d(flat, kernel_size, stride=1, padding=side)
     else:
-        outside = score.masked_fill(~valid, 0.0)
-        pooled = F.avg_pool1d(outside.reshape(flat), kernel_size, stride=1, padding=side)
-    return pooled.view_as(score).masked_fill(~valid, 0.0)
+        pooled = F.avg_pool1d(flat, kernel_size, stride=1, padding=side)
+    pooled = pooled.view_as(score)
+    return pooled.masked_fill(~valid, 0.0)

@@ -23,5 +23,7 @@ def predict(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     first, second, last = weights
     x = hidden.to(first.dtype)
     for weight in (first, second):
-        x = F.softplus((x @ weight).float()).to(weight.dtype)
-    return F.softplus(x.float() @ last.float())[:, 0]
+        y = (x @ weight).float()
+        x = F.softplus(y).to(weight.dtype)
+    y = x.float() @ last.float()  # [N, 1]
+    return F.softplus(y)[:, 0]

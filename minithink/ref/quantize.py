@@ -7,7 +7,12 @@ from torch import Tensor
 from minithink.quant import Format
 
 
-def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize(
+    fmt: Format,
+    x: Tensor,
+    tensor_scale: Tensor,
+    valid: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Encode rows of numbers; the formats are in `minithink/quant/`.
 
     Args:

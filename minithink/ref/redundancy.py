@@ -27,16 +27,24 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     Returns:
         float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.
     """
-    k = k.float().masked_fill(~valid.unsqueeze(-1), 0.0)
-    unit = k / (k.norm(dim=-1, keepdim=True) + 1e-8)
-    columns = torch.arange(k.shape[2], device=k.device)
-    total = torch.zeros(k.shape[:3], device=k.device)
-    for start in range(0, k.shape[2], ROWS_AT_ONCE):
-        rows = columns[start : start + ROWS_AT_ONCE, None]
-        c = unit[:, :, start : start + ROWS_AT_ONCE] @ unit.transpose(-1, -2)  # [B, Hkv, rows, S]
-        c = c.masked_fill(columns == rows, 0.0)
+    s = k.shape[2]
+    k = k.float()
+    k = k.masked_fill(~valid.unsqueeze(-1), 0.0)
+    norm = k.norm(dim=-1, keepdim=True)
+    unit = k / (norm + 1e-8)  # [B, Hkv, S, D]
+    keys = unit.transpose(-1, -2)
+    columns = torch.arange(s, device=k.device)
+    total = torch.zeros(k.shape[:3], device=k.device)  # Σ_i C_ij
+    for start in range(0, s, ROWS_AT_ONCE):
+        end = start + ROWS_AT_ONCE
+        own = columns[start:end, None]  # i, [rows, 1]
+        c = unit[:, :, start:end] @ keys  # [B, Hkv, rows, S]
+        c = c.masked_fill(columns == own, 0.0)
         similar = (c > threshold) & valid.unsqueeze(2)
-        newest = torch.where(similar, columns, 0).amax(-1, keepdim=True)  # j*, [B, Hkv, rows, 1]
-        total += c.scatter(-1, newest, 0.0).sum(2)
+        newest = torch.where(similar, columns, 0)
+        newest = newest.amax(-1, keepdim=True)  # j*, [B, Hkv, rows, 1]
+        spared = c.scatter(-1, newest, 0.0)
+        total += spared.sum(2)
     mean = total / valid.sum(-1, keepdim=True)
-    return mean.masked_fill(~valid, -torch.inf).softmax(-1).masked_fill(~valid, 0.0)
+    mean = mean.masked_fill(~valid, -torch.inf)
+    return mean.softmax(-1).masked_fill(~valid, 0.0)

@@ -30,10 +30,35 @@ def repack(
         old, new: int32 [L, N, H], the budgets.
         moves: bool [N]. In other rows nothing changes.
     """
-    there = (torch.arange(drop.shape[-1], device=drop.device) < held[..., None]) & ~drop
-    entry = entries(known, old, slack, there.cumsum(-1) - 1)
-    pos, crf, last = (x[at].gather(1, entry).unflatten(1, lanes(drop)).transpose(0, 1) for x in known)
+    column = torch.arange(drop.shape[-1], device=drop.device)
+    there = (column < held[..., None]) & ~drop  # [L, N, H, S]
+    rank = there.cumsum(-1) - 1
+    entry = entries(known, old, slack, rank)
+    shape = lanes(drop)
+
+    def of_tokens(x: Tensor) -> Tensor:
+        """[B, E] → [L, N, H, S]."""
+        own = x[at].gather(1, entry)
+        return own.unflatten(1, shape).transpose(0, 1)
+
+    pos = of_tokens(known[0])
+    crf = of_tokens(known[1])
+    last = of_tokens(known[2])
+
     free = there & (pos >= protected[:, None, None])
-    gone = worst(decayed(crf, last, t[:, None, None], decay), last, free, new - (there & ~free).sum(-1))
-    remember(known, at, moves, new, slack, there & ~gone, pos, crf, last)
+    fixed = there & ~free
+    score = decayed(crf, last, t[:, None, None], decay)
+    room = new - fixed.sum(-1)
+    gone = worst(score, last, free, room)
+    remember(
+        known=known,
+        at=at,
+        rows=moves,
+        budget=new,
+        slack=slack,
+        stay=there & ~gone,
+        pos=pos,
+        crf=crf,
+        last=last,
+    )
     drop |= gone & moves[:, None, None]

@@ -68,16 +68,46 @@ def retain(
         score: float64 [L, N, H, S], log2 of the decayed CRF of every token, where tracked; None if not wanted.
     """
     rows = tracked[:, None]
-    there, crf, last, score = used(mass, pos, held, known, at, budget, slack, prompt, t, counted, decay, p, birth)
+    there, crf, last, score = used(
+        mass=mass,
+        pos=pos,
+        held=held,
+        known=known,
+        at=at,
+        budget=budget,
+        slack=slack,
+        prompt=prompt,
+        t=t,
+        counted=counted,
+        decay=decay,
+        p=p,
+        birth=birth,
+    )
     free = there & (pos >= protected[:, None, None])
-    fixed = (there & ~free).sum(-1, dtype=torch.int32)
-    stay = there & ~worst(score, last, free, keep - fixed)  # line 10
-    remember(known, at, tracked, budget, slack, stay, pos, crf, last)  # lines 11 to 13
+    fixed = there & ~free
+    fixed = fixed.sum(-1, dtype=torch.int32)
+    gone = worst(score, last, free, keep - fixed)  # line 10
+    stay = there & ~gone
+    remember(  # lines 11 to 13
+        known=known,
+        at=at,
+        rows=tracked,
+        budget=budget,
+        slack=slack,
+        stay=stay,
+        pos=pos,
+        crf=crf,
+        last=last,
+    )
     drop = there & ~stay & rows[..., None]
-    kept = torch.where(rows, stay.sum(-1, dtype=torch.int32), 0)
+    kept = stay.sum(-1, dtype=torch.int32)
+    kept = torch.where(rows, kept, 0)
     fixed = torch.where(rows, fixed, 0)
-    total = torch.where(stay & summed[:, None, None], score.number(), 0.0).sum(-1)
-    return drop, kept, fixed, total, score.log2() if scored else None
+    wanted = stay & summed[:, None, None]
+    total = torch.where(wanted, score.number(), 0.0)
+    total = total.sum(-1)
+    log_score = score.log2() if scored else None
+    return drop, kept, fixed, total, log_score
 
 
 def used(
@@ -96,48 +126,90 @@ def used(
     birth: int,
 ) -> tuple[Tensor, Tensor, Tensor, Scaled]:
     """Lines 3 to 9, with the arguments of `retain`: which columns hold a token, its CRF, τ and the decayed CRF."""
-    there = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
+    column = torch.arange(pos.shape[-1], device=pos.device)
+    there = column < held[..., None]
     t = t[:, None, None]
-    born = (pos - prompt[:, None, None] + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
-    crf, last = recall(pos, born, known, at, budget, slack, birth)
-    counted = counted[..., None] & ((born < t) | (birth == 0))
-    return there, *lrfu(mass, there, counted, crf, last, t, decay, p)
+    prompt = prompt[:, None, None]
+    born = (pos - prompt + 1).clamp(min=0)  # the time at which each token came, 0: the prompt
+    crf, last = recall(
+        pos=pos,
+        born=born,
+        known=known,
+        at=at,
+        budget=budget,
+        slack=slack,
+        birth=birth,
+    )
+    older = (born < t) | (birth == 0)
+    crf, last, score = lrfu(
+        mass=mass,
+        valid=there,
+        counted=counted[..., None] & older,
+        crf=crf,
+        last=last,
+        t=t,
+        decay=decay,
+        p=p,
+    )
+    return there, crf, last, score
 
 
 def worst(crf: Scaled, last: Tensor, free: Tensor, room: Tensor) -> Tensor:
     """The free tokens that go, so that `room` of them stay: bool [..., S]. The smallest CRF goes first, of equal CRFs
     the token whose last hit is oldest, then the oldest token."""
     exponent, mantissa = crf.ordered()
-    order = torch.arange(last.shape[-1], device=last.device).expand(last.shape)  # columns are oldest first
+    column = torch.arange(last.shape[-1], device=last.device)
+    order = column.expand(last.shape)  # columns are oldest first
     for key in (last, mantissa, exponent):  # sorts are stable, so the last key decides first
-        order = order.gather(-1, key.gather(-1, order).sort(dim=-1, stable=True).indices)
+        ordered = key.gather(-1, order)
+        by_key = ordered.sort(dim=-1, stable=True).indices
+        order = order.gather(-1, by_key)
     those = free.gather(-1, order)
     goes = those.sum(-1) - room.clamp(min=0)
-    return torch.zeros_like(free).scatter(-1, order, those & (those.cumsum(-1) <= goes[..., None]))
+    first = those.cumsum(-1) <= goes[..., None]
+    gone = torch.zeros_like(free)
+    return gone.scatter(-1, order, those & first)
 
 
 def recall(
-    pos: Tensor, born: Tensor, known: Known, at: Tensor, budget: Tensor, slack: int, birth: int
+    pos: Tensor,
+    born: Tensor,
+    known: Known,
+    at: Tensor,
+    budget: Tensor,
+    slack: int,
+    birth: int,
 ) -> tuple[Tensor, Tensor]:
     """CRF and τ of the token in each column, found by its position; a new token has CRF `birth` and τ `born`."""
-    end = (budget + slack).transpose(0, 1).flatten(1).cumsum(1)  # the end of each head's entries: [N, L·H]
+    positions, crfs, times = known
+    room = (budget + slack).transpose(0, 1).flatten(1)
+    end = room.cumsum(1)  # the end of each head's entries: [N, L·H]
     n, heads = end.shape
-    count = known[0].shape[1]
-    entry = torch.arange(count, device=pos.device).repeat(n, 1)
+    count = positions.shape[1]
+    entry = torch.arange(count, device=pos.device)
+    entry = entry.repeat(n, 1)  # [N, E]
+
     # The head's number in the high bits, the position in the low bits: one ascending list a row.
-    there = (torch.searchsorted(end, entry, right=True) << 32) + known[0][at]
-    of_heads = torch.arange(heads, device=pos.device)[:, None] << 32
-    wanted = (of_heads + pos.transpose(0, 1).flatten(1, 2)).flatten(1)
-    here = torch.searchsorted(there, wanted.contiguous()).clamp(max=count - 1)
+    head = torch.searchsorted(end, entry, right=True)
+    there = (head << 32) + positions[at]  # [N, E]
+    of_heads = torch.arange(heads, device=pos.device) << 32
+    wanted = pos.transpose(0, 1).flatten(1, 2)  # [N, L·H, S]
+    wanted = of_heads[:, None] + wanted
+    wanted = wanted.flatten(1)
+    here = torch.searchsorted(there, wanted.contiguous())
+    here = here.clamp(max=count - 1)
 
     def of_lanes(x: Tensor) -> Tensor:
         """[N, L·H·S] → [L, N, H, S]."""
         return x.unflatten(1, lanes(pos)).transpose(0, 1)
 
-    same = of_lanes(there.gather(1, here) == wanted)
-    crf = of_lanes(known[1][at].gather(1, here))
-    last = of_lanes(known[2][at].gather(1, here))
-    return torch.where(same, crf, birth), torch.where(same, last, born)
+    same = there.gather(1, here) == wanted
+    same = of_lanes(same)
+    crf = crfs[at].gather(1, here)
+    crf = torch.where(same, of_lanes(crf), birth)
+    last = times[at].gather(1, here)
+    last = torch.where(same, of_lanes(last), born)
+    return crf, last
 
 
 def remember(
@@ -152,10 +224,14 @@ def remember(
     last: Tensor,
 ) -> None:
     """Keep positions, CRF and τ of the tokens that stay, in place. rows: bool [N], the rows whose lists change."""
-    entry = entries(known, budget, slack, torch.where(stay, stay.cumsum(-1) - 1, NOWHERE))
+    rank = stay.cumsum(-1) - 1
+    rank = torch.where(stay, rank, NOWHERE)
+    entry = entries(known, budget, slack, rank)
     for list_, new, nothing in zip(known, (pos, crf, last), (NOWHERE, 0, 0), strict=True):
         old = list_[at]
-        kept = torch.full_like(old, nothing).scatter_(1, entry, new.transpose(0, 1).flatten(1))
+        of_tokens = new.transpose(0, 1).flatten(1)  # [N, L·H·S]
+        kept = torch.full_like(old, nothing)
+        kept.scatter_(1, entry, of_tokens)
         kept[:, -1].fill_(nothing)
         list_[at] = torch.where(rows[:, None], kept, old)
 
@@ -165,11 +241,14 @@ def entries(known: Known, budget: Tensor, slack: int, number: Tensor) -> Tensor:
 
     number: [L, N, H, S], the token's number in its head, 0 for the oldest.
     """
-    room = (budget + slack).transpose(0, 1)
-    first = room.flatten(1).cumsum(1).view(room.shape) - room  # where each head's entries begin: [N, L, H]
-    number = number.transpose(0, 1)
+    room = (budget + slack).transpose(0, 1)  # [N, L, H]
+    end = room.flatten(1).cumsum(1)
+    first = end.view(room.shape) - room  # where each head's entries begin
+    first = first[..., None]
+    number = number.transpose(0, 1)  # [N, L, H, S]
     nowhere = known[0].shape[1] - 1
-    entry = torch.where((number >= 0) & (number < room[..., None]), first[..., None] + number, nowhere)
+    inside = (number >= 0) & (number < room[..., None])
+    entry = torch.where(inside, first + number, nowhere)
     return entry.clamp(max=nowhere).flatten(1)
 
 

@@ -29,7 +29,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.is_cpu and x.dtype == torch.float32:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         # norm²/d + eps; as operands of `/` and `+`, Python's numbers would cost more than the arithmetic
-        mean_square = torch.addcmul(norm.new_full((), eps), norm, norm, value=1 / d)
+        added = norm.new_full((), eps)
+        mean_square = torch.addcmul(added, norm, norm, value=1 / d)
         return x * mean_square.rsqrt() * weight
     if weight.dim() == 1:
         return F.rms_norm(x, (d,), weight, eps)

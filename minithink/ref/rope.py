@@ -18,6 +18,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         [N, H, D] in the dtype of `x`; the arithmetic is float32.
     """
+    half = x.shape[-1] // 2
     x32 = x.float()
-    swapped = x32.roll(x.shape[-1] // 2, dims=-1)  # (b, a)
-    return torch.addcmul(x32 * cos, swapped, sin).to(x.dtype)
+    swapped = x32.roll(half, dims=-1)  # (b, a)
+    rotated = torch.addcmul(x32 * cos, swapped, sin)
+    return rotated.to(x.dtype)

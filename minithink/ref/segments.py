@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 
-def segments(pos: Tensor, count: Tensor, at: Tensor, prompt: Tensor, tau: int, total: int) -> tuple[Tensor, Tensor]:
+def segments(
+    pos: Tensor,
+    count: Tensor,
+    at: Tensor,
+    prompt: Tensor,
+    tau: int,
+    total: int,
+) -> tuple[Tensor, Tensor]:
     """Find the first column and the size of every segment.
 
     Segment g holds the tokens whose position is at least prompt + τ·g and less than prompt + τ·(g + 1). Lists are in
@@ -24,9 +31,15 @@ def segments(pos: Tensor, count: Tensor, at: Tensor, prompt: Tensor, tau: int, t
         first: int32 [Lt, N, Ht, G], the column of each segment's first token, or where it would be.
         size: int32 [Lt, N, Ht, G], tokens of the segment that are still held.
     """
-    held = torch.arange(pos.shape[-1], device=pos.device) < count[:, at, :, None]
-    there = torch.where(held, pos[:, at], torch.iinfo(torch.int32).max)
-    border = prompt[:, None] + tau * torch.arange(total + 1, device=pos.device, dtype=torch.int32)  # [N, G + 1]
-    borders = border[None, :, None].expand(*there.shape[:3], -1).contiguous()
-    column = torch.searchsorted(there, borders, out_int32=True)  # tokens before each border
-    return column[..., :-1].contiguous(), column.diff(dim=-1)
+    column = torch.arange(pos.shape[-1], device=pos.device)
+    held = column < count[:, at, :, None]  # [Lt, N, Ht, W]
+    behind = torch.iinfo(torch.int32).max
+    there = torch.where(held, pos[:, at], behind)
+    number = torch.arange(total + 1, device=pos.device, dtype=torch.int32)
+    border = prompt[:, None] + tau * number  # [N, G + 1]
+    borders = border[None, :, None]
+    borders = borders.expand(*there.shape[:3], -1).contiguous()
+    before = torch.searchsorted(there, borders, out_int32=True)  # tokens before each border
+    first = before[..., :-1].contiguous()
+    size = before.diff(dim=-1)
+    return first, size

@@ -9,7 +9,14 @@ from minithink.ref.keep_best import keep_best
 
 
 def select(
-    score: Tensor, pos: Tensor, held: Tensor, at: Tensor, first: Tensor, local: Tensor, keep: Tensor, due: Tensor
+    score: Tensor,
+    pos: Tensor,
+    held: Tensor,
+    at: Tensor,
+    first: Tensor,
+    local: Tensor,
+    keep: Tensor,
+    due: Tensor,
 ) -> Tensor:
     """Keep the best tokens of the selection window in every lane that is due; its other tokens go.
 
@@ -30,7 +37,12 @@ def select(
         bool [Lt, N, Ht, S], the tokens that go.
     """
     column = torch.arange(pos.shape[-1], device=pos.device)
-    window = (column < (held - local)[..., None]) & (pos >= first[:, None, None])
-    of_row = score[at][None, :, None].expand(*pos.shape[:3], -1)  # [Lt, N, Ht, T]
-    own = of_row.gather(-1, pos.clamp(0, score.shape[1] - 1).long())
-    return window & ~keep_best(own, window, keep.clamp(min=0)) & due[..., None]
+    end = held - local  # [Lt, N, Ht]
+    window = column < end[..., None]
+    window = window & (pos >= first[:, None, None])
+    of_row = score[at][None, :, None]
+    of_row = of_row.expand(*pos.shape[:3], -1)  # [Lt, N, Ht, T]
+    position = pos.clamp(0, score.shape[1] - 1)
+    own = of_row.gather(-1, position.long())  # [Lt, N, Ht, S]
+    best = keep_best(own, window, keep.clamp(min=0))
+    return window & ~best & due[..., None]

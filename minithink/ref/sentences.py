@@ -11,7 +11,13 @@ KEYWORD = 32
 BREAK = 64
 
 
-def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: Tensor) -> Tensor:
+def sentences(
+    token: Tensor,
+    at: Tensor,
+    active: Tensor,
+    table: Tensor,
+    state: Tensor,
+) -> Tensor:
     """Read the newest token of each row.
 
     Args:
@@ -26,11 +32,14 @@ def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: T
         bool [N]: whether the token ends a sentence.
     """
     known = active & (token >= 0) & (token < table.shape[1])
-    now, keyword, others = state[at].unbind(1)
-    does = table[now.long(), torch.where(known, token, 0)].int()
+    now, keyword, others = state[at].unbind(1)  # [N] each
+    column = torch.where(known, token, 0)
+    does = table[now.long(), column].int()
     keyword = keyword | ((does & KEYWORD) != 0)
     ends = known & ((does & BREAK) != 0)
     others = others + (ends & (keyword != 0))
-    new = torch.stack((does & STATE, torch.where(ends, 0, keyword), others), 1)
-    state[at] = torch.where(known[:, None], new, state[at]).int()
+    open_keyword = torch.where(ends, 0, keyword)
+    new = torch.stack((does & STATE, open_keyword, others), 1)  # [N, 3]
+    new = torch.where(known[:, None], new, state[at])
+    state[at] = new.int()
     return ends

@@ -9,7 +9,13 @@ Known = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def similarity(
-    hidden: Tensor, at: Tensor, active: Tensor, position: Tensor, ends: Tensor, known: Known, tau: float
+    hidden: Tensor,
+    at: Tensor,
+    active: Tensor,
+    position: Tensor,
+    ends: Tensor,
+    known: Known,
+    tau: float,
 ) -> None:
     """Add the newest token of each row to its open sentence. If the token before it ended a sentence, compare that
     sentence with the earlier ones first (SkipKV eq. 1–3, 7):
@@ -39,20 +45,29 @@ def similarity(
     total, vector, penalty, number, count = known
     n = count[at, 0]
     ended = active & (count[at, 1] != 0)
-    own = total[at]
-    v = own / own.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+    just_ended = ended[:, None]
+    own = total[at]  # [N, d]
+    norm = own.norm(dim=-1, keepdim=True)
+    v = own / norm.clamp(min=1e-30)  # of the sentence that has ended
+
     most = vector.shape[1]
     slot = torch.arange(most, device=n.device)
-    other = n[:, None] - 1 - (n[:, None] - 2 - slot) % most  # the number of each slot's sentence: [N, M]
-    lam = (vector[at] @ v.unsqueeze(-1)).squeeze(-1)  # λ_ij: [N, M]
-    flagged = ended[:, None] & (other >= 1) & (lam > tau)
+    back = (n[:, None] - 2 - slot) % most
+    other = n[:, None] - 1 - back  # the number of each slot's sentence: [N, M]
+    lam = vector[at] @ v.unsqueeze(-1)
+    lam = lam.squeeze(-1)  # λ_ij: [N, M]
+    flagged = just_ended & (other >= 1) & (lam > tau)
     which = torch.where(flagged, other, 0)
     by = torch.where(flagged, lam, 0.0)
-    penalty[at] = penalty[at].scatter_reduce(1, which.long(), by, "amax")
+    old = penalty[at]
+    penalty[at] = old.scatter_reduce(1, which.long(), by, "amax")
     last = (n - 1) % most
-    vector[at, last] = torch.where(ended[:, None], v, vector[at, last])
+    vector[at, last] = torch.where(just_ended, v, vector[at, last])
 
     n = n + ended.int()
-    total[at] = torch.where(active[:, None], torch.where(ended[:, None], 0.0, own) + hidden.float(), own)
+    so_far = torch.where(just_ended, 0.0, own)
+    so_far = so_far + hidden.float()
+    total[at] = torch.where(active[:, None], so_far, own)
     number[at, position] = torch.where(active, n, number[at, position])
-    count[at] = torch.where(active[:, None], torch.stack((n, ends.int()), 1), count[at])
+    counts = torch.stack((n, ends.int()), 1)  # [N, 2]
+    count[at] = torch.where(active[:, None], counts, count[at])

@@ -19,7 +19,11 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     Returns:
         float32 [...], 0 where no token is valid.
     """
-    largest = p.masked_fill(~valid, 0.0).amax(-1, keepdim=True)
+    inside = p.masked_fill(~valid, 0.0)
+    largest = inside.amax(-1, keepdim=True)
     below = (p < share * largest) & valid
-    shares = below.sum(-1) / valid.sum(-1).clamp(min=1)  # [..., Hkv]
-    return (shares.double().sum(-1) / shares.shape[-1]).float()  # the sum is exact, whatever its order
+    held = valid.sum(-1)
+    shares = below.sum(-1) / held.clamp(min=1)  # [..., Hkv]
+    heads = shares.shape[-1]
+    total = shares.double().sum(-1)  # the sum is exact, whatever its order
+    return (total / heads).float()

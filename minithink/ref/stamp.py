@@ -40,21 +40,32 @@ def stamp(
     entries = known[0].shape[-1]
     hit = hit[..., :entries]
     pos = pos[..., :entries]
-    listed = torch.arange(pos.shape[-1], device=pos.device) < held[..., None]
-    there, *old = (x[:, at] for x in known)
-    entry = torch.searchsorted(there, pos.contiguous()).clamp(max=entries - 1)
+    columns = pos.shape[-1]
+    listed = torch.arange(columns, device=pos.device) < held[..., None]
+    there, *old = [x[:, at] for x in known]  # [Lt, N, Ht, E] each
+    entry = torch.searchsorted(there, pos.contiguous())  # [Lt, N, Ht, S]
+    entry = entry.clamp(max=entries - 1)
     found = listed & (there.gather(-1, entry) == pos)
     t = t[:, None, None]
     prompt = prompt[:, None, None]
 
-    last = torch.where(found, old[0].gather(-1, entry), (pos - prompt).clamp(min=0))
+    born = (pos - prompt).clamp(min=0)
+    last = old[0].gather(-1, entry)
+    last = torch.where(found, last, born)
     stamped = torch.where(hit, t, last)
-    new = [torch.where(listed, pos, NOWHERE), torch.where(listed, stamped, 0)]
+    new = [
+        torch.where(listed, pos, NOWHERE),
+        torch.where(listed, stamped, 0),
+    ]
     if len(old) == 2:
-        gap = torch.where(found, old[1].gather(-1, entry), 0)
-        longest = torch.where(hit, torch.maximum(gap, t - last), gap)
+        gap = old[1].gather(-1, entry)
+        gap = torch.where(found, gap, 0)
+        longest = torch.maximum(gap, t - last)
+        longest = torch.where(hit, longest, gap)
         new.append(torch.where(listed, longest, 0))
+
+    rows = active[:, None, None]
     for x, of_columns, nothing in zip(known, new, (NOWHERE, 0, 0), strict=False):
         wide = torch.full_like(there, nothing)
-        wide[..., : pos.shape[-1]] = of_columns
-        x[:, at] = torch.where(active[:, None, None], wide, x[:, at])
+        wide[..., :columns] = of_columns
+        x[:, at] = torch.where(rows, wide, x[:, at])

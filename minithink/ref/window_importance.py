@@ -8,7 +8,13 @@ from torch import Tensor
 from minithink.ref.pool import pool
 
 
-def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7, pooling: str = "max") -> Tensor:
+def window_importance(
+    q: Tensor,
+    k: Tensor,
+    valid: Tensor,
+    kernel_size: int = 7,
+    pooling: str = "max",
+) -> Tensor:
     """R-KV's importance, smoothed over neighbouring keys (`rkv/compression/r1_kv.py`; SkipKV eq. 4).
 
         A[w, j] = max over the group of q_w·k_j/√D        (the maximum of the logits, no causal mask)
@@ -29,7 +35,13 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
         float32 [B, Hkv, S]; 0 where not valid.
     """
     b, _, w, d = q.shape
-    grouped = q.float().view(b, k.shape[1], -1, w, d)
-    logits = (grouped.flatten(2, 3) @ k.float().transpose(-1, -2)).unflatten(2, (-1, w)).amax(2) / d**0.5
-    p = logits.masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)  # [B, Hkv, W, S]
+    hkv = k.shape[1]
+    grouped = q.float().view(b, hkv, -1, w, d)
+    grouped = grouped.flatten(2, 3)  # [B, Hkv, g·W, D]
+    keys = k.float().transpose(-1, -2)
+    logits = grouped @ keys  # [B, Hkv, g·W, S]
+    logits = logits.unflatten(2, (-1, w))
+    a = logits.amax(2) / d**0.5  # [B, Hkv, W, S]
+    a = a.masked_fill(~valid.unsqueeze(2), -torch.inf)
+    p = a.softmax(-1)
     return pool(p.mean(2), valid, kernel_size, pooling)

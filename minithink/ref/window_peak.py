@@ -25,8 +25,17 @@ def window_peak(q: Tensor, k: Tensor, valid: Tensor, fuse: str = "max") -> Tenso
     Returns:
         float32 [B, Hkv, S]; 0 where not valid.
     """
+    d = k.shape[-1]
     grouped = q.float().unflatten(1, (k.shape[1], -1))  # [B, Hkv, g, W, D]
-    logits = grouped.flatten(2, 3) @ k.float().transpose(-1, -2) / k.shape[-1] ** 0.5
-    p = logits.masked_fill(~valid.unsqueeze(2), -torch.inf).softmax(-1)  # [B, Hkv, g·W, S]
-    score = p.amax(2) if fuse == "max" else p.unflatten(2, grouped.shape[2:4]).amax(2).sum(2)
+    g, w = grouped.shape[2:4]
+    grouped = grouped.flatten(2, 3)  # [B, Hkv, g·W, D]
+    keys = k.float().transpose(-1, -2)
+    logits = grouped @ keys / d**0.5
+    logits = logits.masked_fill(~valid.unsqueeze(2), -torch.inf)
+    p = logits.softmax(-1)  # [B, Hkv, g·W, S]
+    if fuse == "max":
+        score = p.amax(2)
+    else:
+        a = p.unflatten(2, (g, w)).amax(2)  # [B, Hkv, W, S]
+        score = a.sum(2)
     return score.masked_fill(~valid, 0.0)
