@@ -60,8 +60,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--lam", type=finite, default=0.6, help="λ of CRF (default: 0.6)")
     add("--p", type=finite, default=0.9, help="share of a query's weights that its hits hold (default: 0.9)")
-    add("--plot", type=location, metavar="DIR", help="draw pictures here, of the text that needs the most tokens far "
-        "back, in the head whose answer attention is the most concentrated")  # fmt: skip
+    add(
+        "--plot",
+        type=location,
+        metavar="DIR",
+        help="draw pictures here, of the text that needs the most tokens far "
+        "back, in the head whose answer attention is the most concentrated",
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -92,10 +97,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
         picture = show(engine, shown, args.p, layer, head)
         answer_pictures.draw(args.plot, f"answer-attention-{args.family}", picture, by_head)
-    return runs.finish(args, result, (
-        f"{m['score']}: in the best quarter {m['all']['heads']:.0%} of heads, {m['all']['somewhere']:.0%} in one"
-        for m in found["needs"]["scores"]
-    ))  # fmt: skip
+    return runs.finish(
+        args,
+        result,
+        (
+            f"{m['score']}: in the best quarter {m['all']['heads']:.0%} of heads, {m['all']['somewhere']:.0%} in one"
+            for m in found["needs"]["scores"]
+        ),
+    )
 
 
 # -- texts. Positions are counted from the first generated token.
@@ -272,8 +281,11 @@ def answer_of(traces: Sequence[Trace], looks: Sequence[Mapping[str, Tensor]]) ->
     answering = [t for t in traces if t.answers]
     chances = [
         1 - math.comb(t.end - len(pair.places), size) / math.comb(t.end, size)
-        for t in answering for size in [max(1, int(t.end * SET))] for pair in t.pairs if pair.answers
-    ]  # fmt: skip
+        for t in answering
+        for size in [max(1, int(t.end * SET))]
+        for pair in t.pairs
+        if pair.answers
+    ]
     return {
         "traces": len(answering),
         "rows": sum(len(t.rows) for t in answering) / len(answering),

@@ -96,8 +96,15 @@ def milestone(figure: Any, shown: Milestone, thinking: int) -> None:
     layers, heads, end = shown.hits.shape
     own = shown.hits[..., shown.token :].flatten(0, 1).float()
     extent = (shown.token, end, layers * heads, 0)
-    axis.imshow(pooled(own, layers * heads, 3 * PIXELS).numpy(), cmap="Greys", vmin=0, vmax=1.3, aspect="auto",
-                interpolation="none", extent=extent)  # fmt: skip
+    axis.imshow(
+        pooled(own, layers * heads, 3 * PIXELS).numpy(),
+        cmap="Greys",
+        vmin=0,
+        vmax=1.3,
+        aspect="auto",
+        interpolation="none",
+        extent=extent,
+    )
     for at in shown.needed:
         axis.axvline(at, color=NEED, lw=0.8)
     for layer in range(1, layers):

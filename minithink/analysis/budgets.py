@@ -63,10 +63,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         longest = max(texts, key=len)
         draw(args.plot / f"{args.output.stem}.svg", torch.stack(longest), policy.realloc_every)
     m = result["measurements"]
-    return runs.finish(args, result, [
-        f"{m['moved']:.1%} of the slots have changed heads when texts end; budgets and hits of the heads: "
-        f"correlation {m['correlation']:.2f}"
-    ])  # fmt: skip
+    return runs.finish(
+        args,
+        result,
+        [
+            f"{m['moved']:.1%} of the slots have changed heads when texts end; budgets and hits of the heads: "
+            f"correlation {m['correlation']:.2f}"
+        ],
+    )
 
 
 def generate(
@@ -115,12 +119,15 @@ def measured(texts: list[list[Tensor]], policy: Watched, equal: int) -> dict[str
     budgets = torch.stack(last).mean(0)
     hits = policy.hits.sum(1) / policy.queries.sum()
     return {
-        "texts": len(texts), "moving": len(last),
+        "texts": len(texts),
+        "moving": len(last),
         "moved": statistics.mean(float((b - equal).abs().sum() / 2 / b.sum()) for b in last),
         "correlation": float(torch.corrcoef(torch.stack((budgets.flatten(), hits.flatten().double())))[0, 1]),
-        "least": min(float(b.min()) for b in last), "most": max(float(b.max()) for b in last),
-        "budgets": budgets.tolist(), "hits": hits.tolist(),
-    }  # fmt: skip
+        "least": min(float(b.min()) for b in last),
+        "most": max(float(b.max()) for b in last),
+        "budgets": budgets.tolist(),
+        "hits": hits.tolist(),
+    }
 
 
 def draw(path: Path, budgets: Tensor, every: int) -> None:
@@ -133,9 +140,13 @@ def draw(path: Path, budgets: Tensor, every: int) -> None:
     with drawing(path, 7.5, 3.4) as figure:
         axis = figure.subplots()
         image = axis.imshow(
-            budgets.flatten(1).T.numpy(), cmap="viridis", aspect="auto", interpolation="none", vmin=0,
+            budgets.flatten(1).T.numpy(),
+            cmap="viridis",
+            aspect="auto",
+            interpolation="none",
+            vmin=0,
             extent=(-every / 2, (n - 0.5) * every, layers * heads, 0),
-        )  # fmt: skip
+        )
         for layer in range(1, layers):
             axis.axhline(layer * heads, color="w", lw=0.5)
         axis.set(xlabel="generated token", ylabel=f"layer ({heads} KV heads each)")

@@ -72,10 +72,19 @@ class Text(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
-    add("--pareto", type=natural, default=0, metavar="N", help="answer again from parts of the thinking, N times "
-        "with other draws; 0: never (default: 0)")  # fmt: skip
-    add("--plot", type=location, metavar="DIR", help="draw DIR/importance-FAMILY.svg: the scores along one text, "
-        "content by tenths, and the Pareto curves")  # fmt: skip
+    add(
+        "--pareto",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="answer again from parts of the thinking, N times with other draws; 0: never (default: 0)",
+    )
+    add(
+        "--plot",
+        type=location,
+        metavar="DIR",
+        help="draw DIR/importance-FAMILY.svg: the scores along one text, content by tenths, and the Pareto curves",
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -97,13 +106,19 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["measurements"] = found
     if args.plot is not None:
         draw(args, texts[0], found)
-    return runs.finish(args, result, [
-        f"above the mean: {found['above_mean']['thinking']:.1%} of the thinking, "
-        f"{found['above_mean']['question']:.1%} of the question",
-        "needed tokens in the top 30 %: " + ", ".join(f"{k} {v:.0%}" for k, v in found["needed"].items()),
-        *(f"{m['way']} {m['percent']} %: {m['right']:.1%} right, {m['right_anew']:.1%} read anew"
-          for m in found.get("pareto", [])),
-    ])  # fmt: skip
+    return runs.finish(
+        args,
+        result,
+        [
+            f"above the mean: {found['above_mean']['thinking']:.1%} of the thinking, "
+            f"{found['above_mean']['question']:.1%} of the question",
+            "needed tokens in the top 30 %: " + ", ".join(f"{k} {v:.0%}" for k, v in found["needed"].items()),
+            *(
+                f"{m['way']} {m['percent']} %: {m['right']:.1%} right, {m['right_anew']:.1%} read anew"
+                for m in found.get("pareto", [])
+            ),
+        ],
+    )
 
 
 def text_of(engine: Engine, problem: Problem, tokens: list[int]) -> Text | None:
@@ -131,12 +146,14 @@ def measured(engine: Engine, texts: Sequence[Text]) -> dict[str, Any]:
             for t in with_needs
         )
     return {
-        "texts": len(texts), "thinking_tokens": fmean(len(t.think) for t in texts), "above_mean": above,
+        "texts": len(texts),
+        "thinking_tokens": fmean(len(t.think) for t in texts),
+        "above_mean": above,
         "on_top": fmean(float(x[best(x, TOP)].sum() / x.sum()) for x in answer),
         "along": {name: along(texts, name) for name in ("answer", "hindsight")},
         "content": [fmean(of) for of in zip(*(content_by_tenth(engine, t) for t in texts), strict=True)],
         "needed": needed,
-    }  # fmt: skip
+    }
 
 
 def along(texts: Sequence[Text], name: str) -> list[float]:
@@ -195,9 +212,13 @@ def pareto(engine: Engine, texts: Sequence[Text], args: argparse.Namespace) -> l
 
 
 def answers(
-    engine: Engine, texts: Sequence[Text], hidden: Sequence[Tensor], args: argparse.Namespace, seed: int,
+    engine: Engine,
+    texts: Sequence[Text],
+    hidden: Sequence[Tensor],
+    args: argparse.Namespace,
+    seed: int,
     anew: bool = False,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """What the model answers behind `</think>` if these thinking tokens are masked, or (anew) are left out of a new
     prompt."""
     read = [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in texts]

@@ -110,7 +110,7 @@ def rank(score: Tensor, places: Sequence[int]) -> Tensor:
 
 def of_pairs(
     pairs: Sequence[Pair], mass: Tensor, hits: Tensor, at: Mapping[int, Mapping[str, Tensor]]
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """One layer's measures of every pair: name → [pairs, Hkv]. Without pairs: empty.
 
     mass, hits: as `scores` takes them, at: as it gives them.
@@ -143,9 +143,12 @@ def needs_of(pairs: Sequence[Pair], looks: Sequence[Mapping[str, Tensor]]) -> di
     def shares(name: str, chosen: Tensor) -> dict[str, float]:
         found, reads = best[name][chosen], of["reads"][chosen]
         values = {
-            "heads": found, "readers": found[reads], "somewhere": found.flatten(1).any(1),
-            "like_crf": found == best["crf"][chosen], "rank": of[name][chosen],
-        }  # fmt: skip
+            "heads": found,
+            "readers": found[reads],
+            "somewhere": found.flatten(1).any(1),
+            "like_crf": found == best["crf"][chosen],
+            "rank": of[name][chosen],
+        }
         return {what: float(x.double().mean()) for what, x in values.items()}
 
     groups = {"all": torch.ones_like(answer), "answer": answer}

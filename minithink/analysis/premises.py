@@ -52,8 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layer whose output is steered, from 0 (default: at 0.7 of the depth, 5 of the embedded model's 8)",
     )
     add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
-    add("--steered", type=positive, default=16, metavar="N", help="problems that are steered, the last ones of "
-        "--limit; the vector is fitted on the others (default: 16)")  # fmt: skip
+    add(
+        "--steered",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="problems that are steered, the last ones of --limit; the vector is fitted on the others (default: 16)",
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -134,13 +139,16 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
         means = torch.cat([x.sparsity[[k == kind for k in x.kinds]] for x in looks])
         out += [
             {
-                "kind": kind, "layer": i, "tokens": len(rows), "mean": float(rows[:, i].mean()),
+                "kind": kind,
+                "layer": i,
+                "tokens": len(rows),
+                "mean": float(rows[:, i].mean()),
                 "sd": float(rows[:, i].std(correction=0)),
                 "segments": len(means),
                 "sd_of_segments": float(means[:, i].std(correction=0)) if len(means) else None,
             }
             for i in range(rows.shape[1])
-        ]  # fmt: skip
+        ]
     return out
 
 
@@ -158,8 +166,9 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
     thirds = [3 * i // len(one.kinds) for one in looks for i in range(len(one.kinds))]
     where = {
         (kind, t): torch.tensor([(k, at) == (kind, t) for k, at in zip(kinds, thirds, strict=True)], dtype=torch.bool)
-        for kind in KINDS for t in range(3)
-    }  # fmt: skip
+        for kind in KINDS
+        for t in range(3)
+    }
     for pair in combinations(KINDS, 2):
         first, second = ([x[where[kind, t]] for t in range(3)] for kind in pair)
         groups = [(a, b) for a, b in zip(first, second, strict=True) if len(a) and len(b)]

@@ -19,9 +19,21 @@ from minithink.tasks import Problem, families, grade, load_problems
 from minithink.text import thoughts
 
 SETTINGS = (  # options that decide a result
-    "model", "family", "limit", "max_new_tokens", "temperature", "seed", "layer", "tau", "steered", "rollouts",
-    "budget", "batch_size", "lam", "p",
-)  # fmt: skip
+    "model",
+    "family",
+    "limit",
+    "max_new_tokens",
+    "temperature",
+    "seed",
+    "layer",
+    "tau",
+    "steered",
+    "rollouts",
+    "budget",
+    "batch_size",
+    "lam",
+    "p",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 
-def begin(
-    args: argparse.Namespace, name: str, argv: list[str]
-) -> tuple[Engine, list[Problem], dict[str, Any]]:  # fmt: skip
+def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine, list[Problem], dict[str, Any]]:
     """The engine, the problems and a new result. args.layer, if there is one, gets its default.
 
     Raises:
@@ -82,9 +92,12 @@ def finish(args: argparse.Namespace, result: dict[str, Any], lines: Iterable[str
 
 
 def generate(
-    engine: Engine, problems: Sequence[Problem], args: argparse.Namespace,
-    steer: Callable[[], Steering] | None = None, label: str = "full cache",
-) -> list[list[int]]:  # fmt: skip
+    engine: Engine,
+    problems: Sequence[Problem],
+    args: argparse.Namespace,
+    steer: Callable[[], Steering] | None = None,
+    label: str = "full cache",
+) -> list[list[int]]:
     """Generated tokens of every problem, batch by batch, each with a new steering. label: for the progress."""
     out = list[list[int]]()
     with progress(len(problems), 0, label) as advance:

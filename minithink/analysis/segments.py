@@ -39,8 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     runs.add_arguments(parser)
     add = parser.add_argument
     add("--tau", type=positive, default=128, metavar="N", help="τ, tokens of a segment (default: 128)")
-    add("--rollouts", type=natural, default=8, metavar="N", help="answers that are drawn for a text; 0: only the "
-        "text's own (default: 8)")  # fmt: skip
+    add(
+        "--rollouts",
+        type=natural,
+        default=8,
+        metavar="N",
+        help="answers that are drawn for a text; 0: only the text's own (default: 8)",
+    )
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
@@ -67,10 +72,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     by = {name: means((getattr(p, name), p.value) for p in every) for name in ("types", "transitions", "distance")}
     result["measurements"] = {"importance": important, "association": by, "texts": found}
     lines = {"importance": important, "association, earlier → later": by["types"]}
-    return runs.finish(args, result, (
-        f"{what}: {m['of'] if isinstance(m['of'], str) else ' → '.join(m['of'])} {m['mean']:.4g} ({m['count']:,})"
-        for what, of in lines.items() for m in of
-    ))  # fmt: skip
+    return runs.finish(
+        args,
+        result,
+        (
+            f"{what}: {m['of'] if isinstance(m['of'], str) else ' → '.join(m['of'])} {m['mean']:.4g} ({m['count']:,})"
+            for what, of in lines.items()
+            for m in of
+        ),
+    )
 
 
 class Text(NamedTuple):
