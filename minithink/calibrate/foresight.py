@@ -31,8 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate foresight`."""
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them (default: "
-        "facts)")  # fmt: skip
+    add(
+        "--dataset",
+        default="facts",
+        help="as in minithink.evaluate; several, with commas between them (default: facts)",
+    )
     add("--split", help="split of the dataset (default: that of minithink.evaluate)")
     add("--limit", type=positive, metavar="N", help="only the first N problems of each dataset")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
@@ -65,16 +68,24 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     own = engine.generation_config
     drawing: dict[str, Any] = {
         "temperature": own.temperature if args.temperature is None else args.temperature,
-        "top_k": own.top_k, "top_p": own.top_p if args.top_p is None else args.top_p, "min_p": own.min_p,
-        "seed": args.seed, "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
+        "top_k": own.top_k,
+        "top_p": own.top_p if args.top_p is None else args.top_p,
+        "min_p": own.min_p,
+        "seed": args.seed,
+        "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
         "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
-    }  # fmt: skip
+    }
     settings = {
-        "dataset": args.dataset, "split": args.split, "limit": args.limit,
-        "problems": hash_of([example for of in datasets.values() for example in of]), **drawing,
-        "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
-        "backend": engine.decoder.backend.name, "checkpoint": checkpoint_hash(engine.loaded.home.folder),
-    }  # fmt: skip
+        "dataset": args.dataset,
+        "split": args.split,
+        "limit": args.limit,
+        "problems": hash_of([example for of in datasets.values() for example in of]),
+        **drawing,
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
+        "backend": engine.decoder.backend.name,
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+    }
     result = record.new("foresight", argv, engine.device, program="minithink.calibrate")
     record.check(path)
     texts = folder_of_texts(args.output, settings["checkpoint"])
@@ -83,8 +94,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             for name, examples in datasets.items():
                 generate_texts(engine, name, examples, drawing, journal)
         except KeyboardInterrupt:
-            _say(f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
-                 "--resume to finish the rest")  # fmt: skip
+            _say(
+                f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
+                "--resume to finish the rest"
+            )
             return INTERRUPTED
         found = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
         result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": found, "measurements": []}
@@ -114,8 +127,9 @@ def generate_texts(
                     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
                     _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
                     right = bool(grade(answer, example.answer, example.grader).right)
-                    journal.append({"text": s.number, "dataset": name, "right": right, "prompt": s.prompt,
-                                    "tokens": s.tokens})  # fmt: skip
+                    journal.append(
+                        {"text": s.number, "dataset": name, "right": right, "prompt": s.prompt, "tokens": s.tokens}
+                    )
                     advance(right)
 
 

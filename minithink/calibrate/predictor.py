@@ -54,29 +54,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add = parser.add_argument
     recipe = Recipe()
-    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns. "
-        "Of the embedded families, training problems are drawn (default: facts)")  # fmt: skip
+    add(
+        "--dataset",
+        default="facts",
+        help="as in minithink.evaluate; several, with commas between them, take turns. "
+        "Of the embedded families, training problems are drawn (default: facts)",
+    )
     add("--split", help="split of the dataset, never test (default: train of the embedded families, else validation)")
     add("--num-prompts", type=positive, default=100, metavar="N", help="problems (default: 100)")
     add("--num-samples", type=positive, default=5, metavar="N", help="texts of each problem (default: 5)")
-    add("--targets", type=targets, default=["answer"], metavar="T,T,…", help="what is predicted: attention from the "
+    add(
+        "--targets",
+        type=targets,
+        default=["answer"],
+        metavar="T,T,…",
+        help="what is predicted: attention from the "
         "answer, from all later tokens (hindsight), or what the rules of the task families need (needs) (default: "
-        "answer)")  # fmt: skip
-    add("--held-out", type=share, default=0.1, metavar="X", help="share of the problems that no predictor is trained "
-        "on (default: 0.1)")  # fmt: skip
+        "answer)",
+    )
+    add(
+        "--held-out",
+        type=share,
+        default=0.1,
+        metavar="X",
+        help="share of the problems that no predictor is trained on (default: 0.1)",
+    )
     add("--transfer", action="store_true", help="also train on each dataset alone, and measure on the others")
     add("--epochs", type=positive, default=recipe.epochs, metavar="N", help=f"default: {recipe.epochs}")
-    add("--batch", type=positive, default=recipe.batch, metavar="N", help=f"texts of a step of training (default: "
-        f"{recipe.batch})")  # fmt: skip
-    add("--micro", type=positive, default=recipe.micro, metavar="N", help=f"of these, texts whose activations are in "
-        f"memory at once (default: {recipe.micro})")  # fmt: skip
+    add(
+        "--batch",
+        type=positive,
+        default=recipe.batch,
+        metavar="N",
+        help=f"texts of a step of training (default: {recipe.batch})",
+    )
+    add(
+        "--micro",
+        type=positive,
+        default=recipe.micro,
+        metavar="N",
+        help=f"of these, texts whose activations are in memory at once (default: {recipe.micro})",
+    )
     add("--lr", type=rate, default=recipe.lr, metavar="X", help=f"learning rate (default: {recipe.lr:g})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=finite, help="1 is off")
     add("--seed", type=natural, default=0, help="seed of problems, draws and training (default: 0)")
-    add("--batch-size", type=positive, metavar="N", help=f"texts at once while sampling (default: {GPU_BATCH} on a "
-        f"GPU, else {CPU_BATCH})")  # fmt: skip
+    add(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help=f"texts at once while sampling (default: {GPU_BATCH} on a GPU, else {CPU_BATCH})",
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
     add(
@@ -86,8 +115,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where texts, hidden states and unfinished trainings "
         "lie (default: a folder for each checkpoint in runs/traces)",
     )
-    add("--output", type=location, metavar="FOLDER", help="where the predictors go (default: beside the model, where "
-        "they are looked for); give it again as --calibration")  # fmt: skip
+    add(
+        "--output",
+        type=location,
+        metavar="FOLDER",
+        help="where the predictors go (default: beside the model, where "
+        "they are looked for); give it again as --calibration",
+    )
     add("--replace", action="store_true", help="replace predictors that are there already")
     add("--plot", type=location, metavar="DIR", help="draw DIR/predictor-TARGET.svg: MSE, τ and overlap by step")
 
@@ -137,18 +171,26 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     own = engine.generation_config
     drawing: dict[str, Any] = {
         "temperature": own.temperature if args.temperature is None else args.temperature,
-        "top_k": own.top_k, "top_p": own.top_p if args.top_p is None else args.top_p, "min_p": own.min_p,
-        "seed": args.seed, "num_samples": args.num_samples,
+        "top_k": own.top_k,
+        "top_p": own.top_p if args.top_p is None else args.top_p,
+        "min_p": own.min_p,
+        "seed": args.seed,
+        "num_samples": args.num_samples,
         "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
         "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
-    }  # fmt: skip
+    }
     recipe = Recipe(args.epochs, args.batch, args.micro, args.lr, args.seed)
     settings = {
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder), "dataset": args.dataset, "split": args.split,
-        "num_prompts": args.num_prompts, "problems": hash_of([example for _, example in problems]), **drawing,
-        "device": engine.device.type, "dtype": str(engine.dtype).removeprefix("torch."),
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "dataset": args.dataset,
+        "split": args.split,
+        "num_prompts": args.num_prompts,
+        "problems": hash_of([example for _, example in problems]),
+        **drawing,
+        "device": engine.device.type,
+        "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name,
-    }  # fmt: skip
+    }
     if args.traces is None:
         args.traces = TRACES / settings["checkpoint"]
     finished = []
@@ -156,8 +198,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         traces = sample(engine, problems, drawing, args.traces, settings)
         result = record.new("predictor", argv, engine.device, program="minithink.calibrate")
         result["settings"] = settings | settings_of(recipe) | {"held_out": args.held_out}
-        result["texts"] = {"sampled": len(problems) * args.num_samples, "right": len(traces),
-                           "thinking_tokens": sum(t.length for t in traces)}  # fmt: skip
+        result["texts"] = {
+            "sampled": len(problems) * args.num_samples,
+            "right": len(traces),
+            "thinking_tokens": sum(t.length for t in traces),
+        }
         result |= {"measurements": [], "curves": {}}
         for target in args.targets:
             learned = learn(engine, args, target, traces=traces, recipe=recipe, result=result)
@@ -219,11 +264,18 @@ def measured(
     rows = []
     for dataset in dict.fromkeys([ALL, *(t.dataset for t in held)]):
         of = [x for x in pairs if dataset in (ALL, x[0])]
-        rows.append({
-            "target": target, "trained": name, "dataset": dataset, "traces": len(of), "trained_traces": len(trained),
-            **mean([found for _, found, _, _ in of]), "position": mean([position for _, _, position, _ in of]),
-            "variance": sum(variance for *_, variance in of) / len(of),
-        })  # fmt: skip
+        rows.append(
+            {
+                "target": target,
+                "trained": name,
+                "dataset": dataset,
+                "traces": len(of),
+                "trained_traces": len(trained),
+                **mean([found for _, found, _, _ in of]),
+                "position": mean([position for _, _, position, _ in of]),
+                "variance": sum(variance for *_, variance in of) / len(of),
+            }
+        )
     return rows
 
 

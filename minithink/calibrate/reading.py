@@ -28,9 +28,17 @@ def types(engine: Engine, policy: Policy, prompt: Sequence[int], generated: Sequ
     """The types of the segments of a text that is given token by token (teacher-forced) under a policy."""
     length = len(prompt) + len(generated)
     cache = KVManager(
-        engine.config, engine.rope, policy, rows=1, tokens=length, prompt=len(prompt), device=engine.device,
-        dtype=engine.dtype, backend=engine.decoder.backend, columns=engine.loaded.columns,
-    )  # fmt: skip
+        engine.config,
+        engine.rope,
+        policy,
+        rows=1,
+        tokens=length,
+        prompt=len(prompt),
+        device=engine.device,
+        dtype=engine.dtype,
+        backend=engine.decoder.backend,
+        columns=engine.loaded.columns,
+    )
     cache.join(0, length, len(prompt))
     chunks = [list(prompt[start : start + PREFILL_CHUNK]) for start in range(0, len(prompt), PREFILL_CHUNK)]
     for part in (*chunks, *([token] for token in generated)):

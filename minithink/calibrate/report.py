@@ -61,7 +61,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
             "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
             "share_of_noise": share_by_rows([line["modes_of_noise"] for line in lines], number),
         },
-    }  # fmt: skip
+    }
 
 
 def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:

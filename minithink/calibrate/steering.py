@@ -57,8 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate steering`."""
     add_common_arguments(parser, 500, FILE)
     add = parser.add_argument
-    add("--labels", choices=("seal", "words"), default="seal", help="what labels a thought as other than execution: "
-        "SEAL's word lists, or ThinKV's and the embedded model's words (default: seal)")  # fmt: skip
+    add(
+        "--labels",
+        choices=("seal", "words"),
+        default="seal",
+        help="what labels a thought as other than execution: "
+        "SEAL's word lists, or ThinKV's and the embedded model's words (default: seal)",
+    )
     add("--plot", type=location, metavar="FILE", help="draw the separation by layer, as SVG")
 
 
@@ -77,9 +82,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         )
     drawn = drawing_of(engine, args)
     settings = {
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder), "problems": hash_of(examples),
-        **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")}, **drawn, **machine_of(engine),
-    }  # fmt: skip
+        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "problems": hash_of(examples),
+        **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")},
+        **drawn,
+        **machine_of(engine),
+    }
     result = record.new("steering", argv, engine.device, program="minithink.calibrate")
     record.check(folder / FILE)
     texts = folder_of_texts(args.output, settings["checkpoint"])
@@ -89,13 +97,17 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             lines = sorted(journal.lines, key=lambda line: line["prompt"])
             vectors, about = fit(engine, examples, lines, args.labels)
         except KeyboardInterrupt:
-            _say(f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
-                 "command with --resume to finish the rest")  # fmt: skip
+            _say(
+                f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
+                "command with --resume to finish the rest"
+            )
             return INTERRUPTED
         result |= {
-            "checkpoint": settings["checkpoint"], "settings": settings | {"labels": args.labels}, **about,
+            "checkpoint": settings["checkpoint"],
+            "settings": settings | {"labels": args.labels},
+            **about,
             "complete": True,
-        }  # fmt: skip
+        }
         try:
             replace_file(folder / FILE, save(vectors, {METADATA: dumps(rounded(result))}))
         except OSError as error:
@@ -185,7 +197,7 @@ class Sums:
 
 def fit(
     engine: Engine, examples: Sequence[Example], lines: Sequence[Mapping[str, Any]], labels: str
-) -> tuple[dict[str, Tensor], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The vectors of all prompts; the recommended layer with all measurements.
 
     Args:
@@ -222,7 +234,8 @@ def fit(
     return vectors, {
         "layer": best.index(max(best)) if best else round(0.7 * engine.config.num_layers) - 1,
         "measurements": {
-            "prompts": n, "right": sum(line["right"] for line in lines),
+            "prompts": n,
+            "right": sum(line["right"] for line in lines),
             "tokens": sum(len(line["tokens"]) for line in lines),
             "thoughts": [
                 {"after": kind, "execution": whole.count[kind, False], "other": whole.count[kind, True]}
@@ -232,7 +245,7 @@ def fit(
             "norm": {name: v.norm(dim=-1).tolist() for name, v in vectors.items()},
             "cosine": torch.cosine_similarity(vectors["plain"], vectors["matched"], dim=-1).tolist(),
         },
-    }  # fmt: skip
+    }
 
 
 def before_thoughts(

@@ -58,8 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--thoughts", type=positive, choices=(2, 3), default=3, help="|T|, types (default: 3)")
     add("--num-layers", type=positive, default=4, metavar="N", help="|L*|, layers at most (default: 4)")
     add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
-    add("--policy", default="thinkv", help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
-        "and compared with the types under its eviction (default: thinkv)")  # fmt: skip
+    add(
+        "--policy",
+        default="thinkv",
+        help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
+        "and compared with the types under its eviction (default: thinkv)",
+    )
     add("--budget", type=positive, metavar="N", help="budget of that policy, tokens (default: 1024)")
     add("--compare", type=natural, default=16, metavar="N", help="prompts read under eviction; 0: none (default: 16)")
 
@@ -68,8 +72,11 @@ def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: st
     """The options of all calibrations. prompts: the default of --num-prompts; file: the name of the result."""
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--dataset", default="facts", help="as in minithink.evaluate; several, with commas between them, take turns "
-        "(default: facts)")  # fmt: skip
+    add(
+        "--dataset",
+        default="facts",
+        help="as in minithink.evaluate; several, with commas between them, take turns (default: facts)",
+    )
     add("--split", help="split of the dataset, never test (default: validation)")
     add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"problems (default: {prompts})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
@@ -79,8 +86,12 @@ def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: st
     add("--batch-size", type=positive, metavar="N", help=f"default: {GPU_BATCH} on a GPU, else {CPU_BATCH}")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", help="auto, float32, float16, bfloat16")
-    add("--output", type=location, metavar="FOLDER", help=f"where {file} goes (default: beside the model, where it "
-        "is looked for); give it again as --calibration")  # fmt: skip
+    add(
+        "--output",
+        type=location,
+        metavar="FOLDER",
+        help=f"where {file} goes (default: beside the model, where it is looked for); give it again as --calibration",
+    )
     add("--replace", action="store_true", help="replace a calibration that is there already")
     add("--resume", action="store_true", help="finish an interrupted calibration")
 
@@ -116,8 +127,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             under_eviction(engine, policy, values, prompts[: args.compare], lines, journal)
         except KeyboardInterrupt:
             done = sum("prompt" in line for line in journal.lines)
-            _say(f"interrupted: {done} of {len(prompts)} prompts are in {journal.path}; give the same command with "
-                 "--resume to finish the rest")  # fmt: skip
+            _say(
+                f"interrupted: {done} of {len(prompts)} prompts are in {journal.path}; give the same command with "
+                "--resume to finish the rest"
+            )
             return INTERRUPTED
         evicted = {x["evicted"]: x["types"] for x in journal.lines if "evicted" in x}
         values["measurements"]["eviction"] = eviction(values, lines, evicted)
@@ -130,9 +143,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for line in summary(result):
         print(line)
     if values["fallback"]:
-        _say(f"WARNING: no layer has {args.thoughts} modes for most prompts, so the thresholds are quantiles: types "
-             "have the shares that the paper's average bits stand for, and no more meaning than the report shows"
-        )  # fmt: skip
+        _say(
+            f"WARNING: no layer has {args.thoughts} modes for most prompts, so the thresholds are quantiles: types "
+            "have the shares that the paper's average bits stand for, and no more meaning than the report shows"
+        )
     _say(f"written to {folder / name}")
     return 0
 
@@ -222,9 +236,13 @@ def hash_of(examples: Sequence[Example]) -> str:
 
 
 def measure(
-    engine: Engine, prompts: Sequence[list[int]], examples: Sequence[Example], policy: ThinKV,
-    drawing: Mapping[str, Any], journal: Journal,
-) -> None:  # fmt: skip
+    engine: Engine,
+    prompts: Sequence[list[int]],
+    examples: Sequence[Example],
+    policy: ThinKV,
+    drawing: Mapping[str, Any],
+    journal: Journal,
+) -> None:
     """Generate with the full cache the texts that the journal does not hold yet, and measure them."""
     done = {line["prompt"]: line["right"] for line in journal.lines if "prompt" in line}
     if len(done) == len(prompts):
@@ -291,9 +309,13 @@ def layers_of(u: Tensor) -> list[dict[str, Any]]:
 
 
 def under_eviction(
-    engine: Engine, policy: ThinKV, values: Mapping[str, Any], prompts: Sequence[list[int]],
-    lines: Sequence[Mapping[str, Any]], journal: Journal,
-) -> None:  # fmt: skip
+    engine: Engine,
+    policy: ThinKV,
+    values: Mapping[str, Any],
+    prompts: Sequence[list[int]],
+    lines: Sequence[Mapping[str, Any]],
+    journal: Journal,
+) -> None:
     """Read the texts of the full cache under the policy, unless the journal holds them already."""
     done = {line["evicted"] for line in journal.lines if "evicted" in line}
     for i, prompt in enumerate(prompts):

@@ -78,8 +78,12 @@ def problems_of(names: Sequence[str], split: str | None, count: int, seed: int) 
             lists.append(drawn(name, share, seed))
         else:
             lists.append(load_dataset(name, allowed(name, split)))
-    turns = [(name, of[i]) for i in range(max(map(len, lists))) for name, of in zip(names, lists, strict=True)
-             if i < len(of)]  # fmt: skip
+    turns = [
+        (name, of[i])
+        for i in range(max(map(len, lists)))
+        for name, of in zip(names, lists, strict=True)
+        if i < len(of)
+    ]
     if len(turns) < count:
         raise UsageError(f"{','.join(names)} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
     return turns[:count]
@@ -96,9 +100,12 @@ def drawn(family: str, count: int, seed: int) -> list[Example]:
 
 
 def sample(
-    engine: Engine, problems: Sequence[tuple[str, Example]], drawing: Mapping[str, Any], folder: Path,
+    engine: Engine,
+    problems: Sequence[tuple[str, Example]],
+    drawing: Mapping[str, Any],
+    folder: Path,
     settings: Mapping[str, Any],
-) -> list[Trace]:  # fmt: skip
+) -> list[Trace]:
     """Generate and measure the texts that the folder does not hold yet → the right texts, by number.
 
     Args:
@@ -126,8 +133,9 @@ def sample(
         lines = sorted(journal.lines, key=lambda line: line["text"])
     return [
         Trace(folder / f"{x['text']:06}.safetensors", x["problem"], x["dataset"], x["thinking"])
-        for x in lines if x["right"]
-    ]  # fmt: skip
+        for x in lines
+        if x["right"]
+    ]
 
 
 def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:
@@ -148,9 +156,14 @@ def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Pa
         save_file(tensors, path)
         open_to_others(path)
     return {
-        "text": s.number, "problem": s.prompt_index, "dataset": dataset, "id": example.id, "right": right,
-        "thinking": length, "tokens": list(s.tokens),
-    }  # fmt: skip
+        "text": s.number,
+        "problem": s.prompt_index,
+        "dataset": dataset,
+        "id": example.id,
+        "right": right,
+        "thinking": length,
+        "tokens": list(s.tokens),
+    }
 
 
 def held_out(traces: Sequence[Trace], problems: int, share: float) -> tuple[list[Trace], list[Trace]]:

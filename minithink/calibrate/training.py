@@ -95,9 +95,15 @@ class Training:
 
 
 def train(
-    traces: Sequence[Trace], held: Sequence[Trace], target: str, d: int, recipe: Recipe, path: Path,
-    device: torch.device | str = "cpu", say: Callable[[str], None] = print,
-) -> Training:  # fmt: skip
+    traces: Sequence[Trace],
+    held: Sequence[Trace],
+    target: str,
+    d: int,
+    recipe: Recipe,
+    path: Path,
+    device: torch.device | str = "cpu",
+    say: Callable[[str], None] = print,
+) -> Training:
     """Train a predictor.
 
     Args:
@@ -152,9 +158,7 @@ def _step(run: Training, batch: Sequence[Trace], target: str, micro: int, device
 
 
 @torch.no_grad()
-def look(
-    weights: Sequence[Tensor], traces: Sequence[Trace], target: str
-) -> Iterator[tuple[dict[str, float], Trace]]:  # fmt: skip
+def look(weights: Sequence[Tensor], traces: Sequence[Trace], target: str) -> Iterator[tuple[dict[str, float], Trace]]:
     """How well each trace is predicted. MinithinkError: a trace cannot be read."""
     for trace in traces:
         hidden, truth = trace.load(target)
