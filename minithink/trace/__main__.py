@@ -30,8 +30,13 @@ class View:
         add("--output", type=commands.location, metavar="PAGE", help="default: FILE.html; of several: A+B.html")
         add("--open", action="store_true", help="open the page in a browser")
         add("--terminal", action="store_true", help="print how it ended, here, instead")
-        add("--svg", type=commands.location, metavar="FILE", help="draw the texts instead, one above the other: the "
-            "darker a token, the more heads keep it when thinking ends")  # fmt: skip
+        add(
+            "--svg",
+            type=commands.location,
+            metavar="FILE",
+            help="draw the texts instead, one above the other: the "
+            "darker a token, the more heads keep it when thinking ends",
+        )
 
     @staticmethod
     def run(args: argparse.Namespace, argv: list[str]) -> int:

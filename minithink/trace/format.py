@@ -376,11 +376,20 @@ class Trace:
         ):
             raise ValueError("texts or scores are missing")
         limits = {
-            "evict_unit": units, "move_unit": units, "evict_pos": n, "move_pos": n, "score_pos": n,
-            "evict_by": len(self.head.policies), "score_by": len(self.head.policies),
-            "evict_step": most + 1, "move_step": most + 1, "budget_step": most + 1, "score_step": most + 1,
-            "thought": len(self.head.thoughts), "thinks": 2,
-        }  # fmt: skip
+            "evict_unit": units,
+            "move_unit": units,
+            "evict_pos": n,
+            "move_pos": n,
+            "score_pos": n,
+            "evict_by": len(self.head.policies),
+            "score_by": len(self.head.policies),
+            "evict_step": most + 1,
+            "move_step": most + 1,
+            "budget_step": most + 1,
+            "score_step": most + 1,
+            "thought": len(self.head.thoughts),
+            "thinks": 2,
+        }
         for name, limit in limits.items():
             if len(a[name]) and int(a[name].max()) >= limit:
                 raise ValueError(f"{name} reaches {int(a[name].max())}, and must stay below {limit}")

@@ -38,14 +38,17 @@ def render(file: File, sequence: int, others: Sequence[tuple[File, int]] = ()) -
     title = f"minithink trace: {' | '.join(names)}"
     parts = {name: (files("minithink.trace") / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
     blocks = [base64.b64encode(pack(*data(trace, f.done))).decode() for f, trace in shown]
-    return _fill(parts["html"], {
-        "title": html.escape(title),
-        "policy": f"default-src 'none'; script-src '{_hash(parts['js'])}'; style-src '{_hash(parts['css'])}'; "
-                  "img-src data:",
-        "css": parts["css"],
-        "js": parts["js"],
-        "data": "\n".join(f'<script type="application/octet-stream" class="data">{b}</script>' for b in blocks),
-    })  # fmt: skip
+    return _fill(
+        parts["html"],
+        {
+            "title": html.escape(title),
+            "policy": f"default-src 'none'; script-src '{_hash(parts['js'])}'; style-src '{_hash(parts['css'])}'; "
+            "img-src data:",
+            "css": parts["css"],
+            "js": parts["js"],
+            "data": "\n".join(f'<script type="application/octet-stream" class="data">{b}</script>' for b in blocks),
+        },
+    )
 
 
 def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -79,8 +82,9 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     arrays = {
         "ids": trace.ids,
         "stage": np.concatenate([np.zeros(min(trace.prompt, trace.tokens)), 2 - trace.thinks[1:]]).astype("u1"),
-        "thought": np.concatenate([np.full(min(trace.prompt, trace.tokens), head.prompt_thought), trace.thought[1:]])
-        .astype("u1"),
+        "thought": np.concatenate(
+            [np.full(min(trace.prompt, trace.tokens), head.prompt_thought), trace.thought[1:]]
+        ).astype("u1"),
         "sentence": trace.sentences.astype("<u4"),
         "start": np.searchsorted(trace.evict_pos[order], np.arange(trace.tokens + 1)).astype("<u4"),
         "step": trace.evict_step[order].astype("<u4"),
@@ -93,7 +97,7 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "snapshotStep": trace.score_step[snapshots].astype("<u4"),
         "rank": _ranks(trace, snapshots),
         **needs,
-    }  # fmt: skip
+    }
     return about, arrays
 
 

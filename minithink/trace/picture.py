@@ -28,8 +28,10 @@ def render(traces: Sequence[Trace]) -> str:
             x, spans = WIDE, list[str]()
             for text, shade in line:
                 if shade:
-                    out.append(f'<rect x="{x}" y="{y - SIZE}" width="{WIDE * len(text)}" height="{HIGH}" '
-                               f'fill-opacity="{0.08 + 0.6 * shade / LEVELS:.2f}"/>')  # fmt: skip
+                    out.append(
+                        f'<rect x="{x}" y="{y - SIZE}" width="{WIDE * len(text)}" height="{HIGH}" '
+                        f'fill-opacity="{0.08 + 0.6 * shade / LEVELS:.2f}"/>'
+                    )
                 spans.append(escape(text) if shade else f'<tspan fill="#888">{escape(text)}</tspan>')
                 x += WIDE * len(text)
             out.append(f'<text x="{WIDE}" y="{y}" textLength="{x - WIDE}">{"".join(spans)}</text>')

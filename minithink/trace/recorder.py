@@ -127,9 +127,14 @@ class Recorder:
             return
         record = manager.sequences.at(row)
         s = self._of_row[row] = _Sequence(
-            seq, row, record.prompt, np.full((self._units, record.capacity), GONE, dtype=np.uint8),
-            self.tokenizer.stream() if self.tokenizer else None, record.thinking, manager.store.storage.prompt,
-        )  # fmt: skip
+            seq,
+            row,
+            record.prompt,
+            np.full((self._units, record.capacity), GONE, dtype=np.uint8),
+            self.tokenizer.stream() if self.tokenizer else None,
+            record.thinking,
+            manager.store.storage.prompt,
+        )
         self._budget(s, 0)
 
     @timed
@@ -320,12 +325,18 @@ class Recorder:
 def _head(manager: KVManager, about: dict[str, Any]) -> Head:
     shape, storage = manager.shape, manager.store.storage
     return Head(
-        layers=shape.layers, kv_heads=shape.kv_heads, scope=shape.scope,
-        policies=[p.name or type(p).__name__ for p in members(manager.policy)], formats=list(storage.formats),
-        thoughts=[storage.formats.index(name) for name in storage.thoughts], thought_names=list(storage.names),
-        prompt_thought=storage.prompt, buffer=storage.buffer,
-        full_bytes=manager.config.kv_bytes_per_token(manager.dtype.itemsize), about=about,
-    )  # fmt: skip
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        scope=shape.scope,
+        policies=[p.name or type(p).__name__ for p in members(manager.policy)],
+        formats=list(storage.formats),
+        thoughts=[storage.formats.index(name) for name in storage.thoughts],
+        thought_names=list(storage.names),
+        prompt_thought=storage.prompt,
+        buffer=storage.buffer,
+        full_bytes=manager.config.kv_bytes_per_token(manager.dtype.itemsize),
+        about=about,
+    )
 
 
 def _mask(edit: Evict, drop: Tensor, row: int) -> Array:
