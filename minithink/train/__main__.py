@@ -318,10 +318,19 @@ def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dic
 
 
 def train(
-    recipe: Recipe, config: ModelConfig, tokenizer_folder: Path, folder: Path, *,
-    device: str, workers: int, init: Path | None = None, seconds: float | None = None, resume: bool = False,
-    save_seconds: float = 60.0, compile_model: bool | None = None,
-) -> list[float]:  # fmt: skip
+    recipe: Recipe,
+    config: ModelConfig,
+    tokenizer_folder: Path,
+    folder: Path,
+    *,
+    device: str,
+    workers: int,
+    init: Path | None = None,
+    seconds: float | None = None,
+    resume: bool = False,
+    save_seconds: float = 60.0,
+    compile_model: bool | None = None,
+) -> list[float]:
     """Train, and leave a checkpoint in `folder`. Returns the loss of every tenth step of this run.
 
     Args:
@@ -370,9 +379,13 @@ def train(
         raise unwritable("The run", folder, error, "--output") from None
     context = "fork" if workers and hasattr(os, "fork") else None
     loader = DataLoader(
-        documents, batch_size=None, num_workers=workers, pin_memory=cuda, multiprocessing_context=context,
+        documents,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=cuda,
+        multiprocessing_context=context,
         prefetch_factor=4 if workers else None,
-    )  # fmt: skip
+    )
     last_save, meter = began, Meter(recipe.batch_tokens)
     losses: list[float] = []
 
@@ -447,8 +460,10 @@ class Meter:
         print(
             f"\rstep {step}/{schedule.steps}  loss {loss:.4f}  {rate * self.batch_tokens / 1e3:,.0f} k tokens/s  "
             f"padding {self.padding / self.read:.1%}  {left:,.0f} s left  ",
-            end="\n" if step % 200 == 0 else "", file=sys.stderr, flush=True,
-        )  # fmt: skip
+            end="\n" if step % 200 == 0 else "",
+            file=sys.stderr,
+            flush=True,
+        )
         self.steps, self.since = 0, now
 
 
@@ -472,14 +487,19 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
     kinds: dict[str, Callable[[str], object]] = {
-        "int": integer, "float": finite, "dict[str, float]": shares, "dict[str, list[int]]": sizes,
-    }  # fmt: skip
+        "int": integer,
+        "float": finite,
+        "dict[str, float]": shares,
+        "dict[str, list[int]]": sizes,
+    }
     forms = {"share": "facts=0.5,ledger=0.5", "sizes": "facts=3-40-64,ledger=2-30-46"}
     for field in fields(Recipe):
         parser.add_argument(
-            "--" + field.name.replace("_", "-"), type=kinds[str(field.type)], default=getattr(Recipe(), field.name),
+            "--" + field.name.replace("_", "-"),
+            type=kinds[str(field.type)],
+            default=getattr(Recipe(), field.name),
             metavar=forms.get(field.name),
-        )  # fmt: skip
+        )
     args = parser.parse_args(argv)
 
     def run() -> int:
@@ -495,9 +515,16 @@ def _main(argv: list[str] | None) -> int:
             config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
             config = replace(config, head_dim=args.head_dim or config.head_dim)
         train(
-            recipe, config, folder, args.output, device=args.device, workers=args.workers, init=args.init,
-            seconds=args.seconds, resume=args.resume,
-        )  # fmt: skip
+            recipe,
+            config,
+            folder,
+            args.output,
+            device=args.device,
+            workers=args.workers,
+            init=args.init,
+            seconds=args.seconds,
+            resume=args.resume,
+        )
         return 0
 
     return exit_code("minithink.train", run, f"interrupted; go on with --resume --output {args.output}")

@@ -146,9 +146,15 @@ class Documents(IterableDataset[Batch | UsageError]):
     """
 
     def __init__(
-        self, recipe: Recipe, tokenizer: Tokenizer, context: int, start: int, schedule: Schedule,
-        rank: int = 0, world: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        tokenizer: Tokenizer,
+        context: int,
+        start: int,
+        schedule: Schedule,
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
         self.longest = min(context, recipe.row_tokens)
         self.start, self.schedule, self.rank = start, schedule, rank
