@@ -25,12 +25,18 @@ NTH, BACK, HERE = "(?:First|Next|Last),", "(?:Back to|Now back to|That leaves me
 LED = "(?:" + "|".join(re.escape(word) for manner in MANNERS for word in manner.compute) + "|Then|And)"
 DOUBT = r"(?:Wait, was {0} right\?|Alternatively, look at {0} once more\.)"
 SLIP = r"Wait, (?:that is wrong|no, I made a slip)\."
-SPOKEN = "|".join(re.escape(line) for line in (
-    *dict.fromkeys(line for manner in (*MANNERS, *MOODS) for line in manner.opening),
-    "That is all I need.", "Now I can answer.", "That settles it.",
-    "Wait, let me check that again.", "Wait, let me go over this again.",
-    "Before I answer, let me look over it all again.",
-))  # fmt: skip
+SPOKEN = "|".join(
+    re.escape(line)
+    for line in (
+        *dict.fromkeys(line for manner in (*MANNERS, *MOODS) for line in manner.opening),
+        "That is all I need.",
+        "Now I can answer.",
+        "That settles it.",
+        "Wait, let me check that again.",
+        "Wait, let me go over this again.",
+        "Before I answer, let me look over it all again.",
+    )
+)
 
 
 def _rules(valued: str, **lines: str) -> dict[str, re.Pattern[str]]:

@@ -95,10 +95,12 @@ def train_tokenizer(vocab_size: int, documents: int = 3000, seed: int = 1) -> di
             yield from [f" {word}", f" {word}", word.capitalize()] * 2
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL) - len(THINK),
@@ -136,13 +138,15 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
         tokens = len(tokenizer.encode(thinking))
         for low, high in BINS:
             if low <= tokens < high and len(rows[low, high]) < wanted[low, high]:
-                rows[low, high].append({
-                    "id": f"{family}-{split}-{problem.digest().hex()[:12]}",
-                    "family": family,
-                    "question": problem.question,
-                    "answer": problem.answer,
-                    "thinking_tokens": tokens,
-                })  # fmt: skip
+                rows[low, high].append(
+                    {
+                        "id": f"{family}-{split}-{problem.digest().hex()[:12]}",
+                        "family": family,
+                        "question": problem.question,
+                        "answer": problem.answer,
+                        "thinking_tokens": tokens,
+                    }
+                )
     drawn = [row for b in BINS for row in rows[b]]
     rng.shuffle(drawn)
     return drawn

@@ -162,13 +162,19 @@ MOODS = (
     Mood(("Okay, this should be quick.", "Right, straight to it."), "Quick now.", "Try", 0.02, 0.03),
     Mood(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        "Step by step.", "Now try", 0.08, 0.02,
+        "Step by step.",
+        "Now try",
+        0.08,
+        0.02,
     ),
     Mood(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        "Carefully now.", "Carefully try", 0.18, 0.015,
+        "Carefully now.",
+        "Carefully try",
+        0.18,
+        0.015,
     ),
-)  # fmt: skip
+)
 
 
 class _Trace(Writer):

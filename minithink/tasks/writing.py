@@ -161,17 +161,26 @@ class Manner:
 MANNERS = (
     Manner(
         ("Okay, this should be quick.", "Right, straight to it."),
-        ("So", "Then"), slip=0.12, doubt=0.12, verify=0.05,
+        ("So", "Then"),
+        slip=0.12,
+        doubt=0.12,
+        verify=0.05,
     ),
     Manner(
         ("Okay, let me work through this step by step.", "Let me think about this step by step."),
-        ("Now", "So now"), slip=0.06, doubt=0.27, verify=0.3,
+        ("Now", "So now"),
+        slip=0.06,
+        doubt=0.27,
+        verify=0.3,
     ),
     Manner(
         ("Okay, I want to be careful here and check my work as I go.", "Let me be careful, it is easy to slip here."),
-        ("Carefully now,", "Slowly now,"), slip=0.04, doubt=0.48, verify=0.6,
+        ("Carefully now,", "Slowly now,"),
+        slip=0.04,
+        doubt=0.48,
+        verify=0.6,
     ),
-)  # fmt: skip
+)
 
 
 class Writer:
