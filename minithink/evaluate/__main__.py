@@ -37,10 +37,11 @@ def _run(first: str, argv: list[str]) -> int:
     from minithink.evaluate import runner
 
     parser = commands.Parser(
-        prog=f"python -m {PROGRAM}", description=DESCRIPTION,
+        prog=f"python -m {PROGRAM}",
+        description=DESCRIPTION,
         epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, `… margins` "
         "counts where another batch size may change a result, `… reproduce` runs a cell of the documents again.",
-    )  # fmt: skip
+    )
     runner.add_arguments(parser)
     return runner.run(parser.parse_args(argv), argv)
 

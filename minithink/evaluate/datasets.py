@@ -389,12 +389,19 @@ def _gpqa(row: _Row) -> tuple[str, str]:
 ENTRIES: Mapping[str, Entry] = {
     # 6e4ed1a2: problem, solution, answer, subject, level, unique_id
     "MATH-500": Entry(
-        "HuggingFaceH4/MATH-500", {"test": "test.jsonl"}, _asks("problem", "answer"), "math", "unique_id",
+        "HuggingFaceH4/MATH-500",
+        {"test": "test.jsonl"},
+        _asks("problem", "answer"),
+        "math",
+        "unique_id",
         lambda row: f"level {row.need('level')}",
     ),
     # 2fe88a2f: id, problem, solution, answer, url, year
     "AIME24": Entry(
-        "HuggingFaceH4/aime_2024", {"test": "data/train-00000-of-00001.parquet"}, _asks("problem", "answer"), "math",
+        "HuggingFaceH4/aime_2024",
+        {"test": "data/train-00000-of-00001.parquet"},
+        _asks("problem", "answer"),
+        "math",
     ),
     # 563bb840: problem, answer, id (as a copy of the dataset lists them)
     "AIME25": Entry("math-ai/aime25", {"test": "test.jsonl"}, _asks("problem", "answer"), "math"),
@@ -403,16 +410,22 @@ ENTRIES: Mapping[str, Entry] = {
     "AMC23": Entry("math-ai/amc23", {"test": "test-00000-of-00001.parquet"}, _asks("question", "answer"), "math"),
     # 740312ad: question, answer
     "GSM8K": Entry(
-        "openai/gsm8k", {split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")}, _gsm8k,
+        "openai/gsm8k",
+        {split: f"main/{split}-00000-of-00001.parquet" for split in ("train", "test")},
+        _gsm8k,
         "number",
     ),
     # 90b8e5b: Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, High-level domain, and many more. Gated:
     # its terms ask that no example be shown online.
     "GPQA-Diamond": Entry(
-        "Idavidrein/gpqa", {"test": "gpqa_diamond.csv"}, _gpqa, "choice", "Record ID",
+        "Idavidrein/gpqa",
+        {"test": "gpqa_diamond.csv"},
+        _gpqa,
+        "choice",
+        "Record ID",
         lambda row: row.get("High-level domain"),
     ),
-}  # fmt: skip
+}
 
 
 def _from_entry(name: str, split: str | None) -> list[Example]:

@@ -38,16 +38,30 @@ MAY_DIFFER = {
 }
 # Runs that are drawn into one picture may differ in these settings.
 COMPARED = (
-    "policies", "budgets", "schedule", "batch_size", "backend", "device", "recall", "needed", "keep_text", "model",
-    SOURCES, *MAY_DIFFER,
-)  # fmt: skip
+    "policies",
+    "budgets",
+    "schedule",
+    "batch_size",
+    "backend",
+    "device",
+    "recall",
+    "needed",
+    "keep_text",
+    "model",
+    SOURCES,
+    *MAY_DIFFER,
+)
 
 # Fields of a Record that not all results have: shares, with the titles of their columns.
 SHARES = {
     "looped": "in a loop",
-    "recall": "recall", "needed_kept": "needed, kept", "needed_somewhere": "in some lane",
-    "needed_beyond": "beyond the prompt", "needed_unknown": "written nowhere", "parsed": "lines parsed",
-}  # fmt: skip
+    "recall": "recall",
+    "needed_kept": "needed, kept",
+    "needed_somewhere": "in some lane",
+    "needed_beyond": "beyond the prompt",
+    "needed_unknown": "written nowhere",
+    "parsed": "lines parsed",
+}
 
 
 class Key(NamedTuple):
@@ -151,8 +165,14 @@ _KINDS = {
     for name, kind in get_type_hints(Record).items()
 }
 _OPTIONAL = ("right", "text", "budget_tokens", *SHARES, "counts")
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", dict: "an object",
-          NoneType: "null"}  # fmt: skip
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    dict: "an object",
+    NoneType: "null",
+}
 
 
 def text_hash(text: str) -> str:

@@ -88,12 +88,17 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         params = stream.sampler.params
         settings = evaluation.settings | {"batch_size": args.batch_sizes}
     margins = {s.number: draw_margins(engine, s, params) for s in runs[0]}
-    parted = [p for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
-              for p in partings(runs[0], other, size, margins)]  # fmt: skip
+    parted = [
+        p
+        for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
+        for p in partings(runs[0], other, size, margins)
+    ]
     draws = sum(map(len, margins.values()))
     near = sum(margin < NEAR for own in margins.values() for margin in own)
-    print(f"{len(runs[0])} sequences, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
-          f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}")  # fmt: skip
+    print(
+        f"{len(runs[0])} sequences, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
+        f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}"
+    )
     for p in parted:
         print(
             f"sequence {p.number} differs at batch size {p.batch_size} from token {p.token} on: margin {p.margin:.3g}"
@@ -102,10 +107,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     print(f"{len(parted)} sequences differ, {unexplained} of them at a larger margin")
     if args.output is not None:
         m = {
-            "sequences": len(runs[0]), "draws": draws, "limit": NEAR, "near": near,
+            "sequences": len(runs[0]),
+            "draws": draws,
+            "limit": NEAR,
+            "near": near,
             "smallest_margin": min((margin for own in margins.values() for margin in own), default=None),
-            "parted": [p._asdict() for p in parted], "unexplained": unexplained,
-        }  # fmt: skip
+            "parted": [p._asdict() for p in parted],
+            "unexplained": unexplained,
+        }
         result = record.new("margins", argv, engine.device, program="minithink.evaluate")
         record.write(args.output, result | {"settings": settings, "measurements": [m], "complete": True})
     return int(unexplained > 0)

@@ -146,9 +146,15 @@ class DeviceMeter:
 
 
 def _held(
-    prompt_tokens: float, prompt_bytes: float, steps: float, evicting: float,
-    tokens: float, size: float, tokens_peak: float, size_peak: float,
-) -> Held:  # fmt: skip
+    prompt_tokens: float,
+    prompt_bytes: float,
+    steps: float,
+    evicting: float,
+    tokens: float,
+    size: float,
+    tokens_peak: float,
+    size_peak: float,
+) -> Held:
     """The figures of a sequence from its sums."""
     if not steps:
         return Held(0, 0, prompt_tokens, prompt_tokens, round(prompt_bytes), prompt_bytes)

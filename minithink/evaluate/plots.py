@@ -302,9 +302,17 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
     points = [(row.kv_bytes_peak, 100 * row.accuracy[0]) for row in rows]
     front = [points[i] for i in pareto_front(points)]
     axis.plot(
-        [x for x, _ in front], [y for _, y in front], drawstyle="steps-post", color="black", linewidth=0.8,
-        marker="o", markersize=13, markerfacecolor="none", label="Pareto front", gid="pareto-front",
-    )  # fmt: skip
+        [x for x, _ in front],
+        [y for _, y in front],
+        drawstyle="steps-post",
+        color="black",
+        linewidth=0.8,
+        marker="o",
+        markersize=13,
+        markerfacecolor="none",
+        label="Pareto front",
+        gid="pareto-front",
+    )
     axis.set_xscale("log", base=2)
     axis.margins(x=0.1)
     # About six ticks, however many powers of two there are: 256 KiB, 1 MiB, …

@@ -113,19 +113,40 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         metavar="FOLDER",
         help="where minithink.calibrate wrote its files (default: beside the model)",
     )
-    add("--batch-size", type=positive, metavar="N", help=f"rows at once, from beginning to end (default: {GPU_BATCH} "
-        f"on a GPU, else {CPU_BATCH})")  # fmt: skip
-    add("--padded-budget", type=positive, metavar="N", help="for comparison: charge each budget the padding that an "
-        "engine would keep which pads the prompts of batches of N sequences (`evaluate/padding.py`)")  # fmt: skip
+    add(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help=f"rows at once, from beginning to end (default: {GPU_BATCH} on a GPU, else {CPU_BATCH})",
+    )
+    add(
+        "--padded-budget",
+        type=positive,
+        metavar="N",
+        help="for comparison: charge each budget the padding that an "
+        "engine would keep which pads the prompts of batches of N sequences (`evaluate/padding.py`)",
+    )
     add("--group", action="store_true", help="with --padded-budget: its batches are of prompts of similar length")
-    add("--recall", action="store_true", help="also find how many of the tokens that full attention looks at most "
-        "are kept: slow, for reference")  # fmt: skip
-    add("--needed", action="store_true", help="also find how much of what the statements of a text need is kept when "
-        "they begin: for problems of the embedded families")  # fmt: skip
-    add("--trace", type=location, metavar="FILE", help="record what happens in the cache of the first problem's "
+    add(
+        "--recall",
+        action="store_true",
+        help="also find how many of the tokens that full attention looks at most are kept: slow, for reference",
+    )
+    add(
+        "--needed",
+        action="store_true",
+        help="also find how much of what the statements of a text need is kept when "
+        "they begin: for problems of the embedded families",
+    )
+    add(
+        "--trace",
+        type=location,
+        metavar="FILE",
+        help="record what happens in the cache of the first problem's "
         "first sequence, for `python -m minithink.trace view FILE`. Where several policies or budgets are run "
         "each has its own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that "
-        "is done already is not run again, and not recorded")  # fmt: skip
+        "is done already is not run again, and not recorded",
+    )
     add("--output-dir", type=location, required=True, metavar="DIR", help="where the results go")
     add("--resume", action="store_true", help="finish what an earlier start with the same options left in DIR")
     add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
@@ -135,8 +156,12 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -
     """The options that decide what is generated with the full cache. split: the help of --split."""
     add_model_arguments(parser)
     add = parser.add_argument
-    add("--dataset", default="facts", help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
-        ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)")  # fmt: skip
+    add(
+        "--dataset",
+        default="facts",
+        help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
+        ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)",
+    )
     add("--split", help=split)
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
     add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
@@ -360,10 +385,14 @@ def _run(evaluation: Evaluation, cells: list[Cell], journal: Journal, ranks: Ran
         mine = set(own)
         before = [r for r in journal.records if r.key in mine]
         with progress(
-            len(own), len(before), f"{cell} ({number} of {len(cells)})", ranks.rank > 0,
-            right=sum(r.right is True for r in before), tokens=sum(r.generated_tokens for r in before),
+            len(own),
+            len(before),
+            f"{cell} ({number} of {len(cells)})",
+            ranks.rank > 0,
+            right=sum(r.right is True for r in before),
+            tokens=sum(r.generated_tokens for r in before),
             graded=sum(r.right is not None for r in before),
-        ) as advance:  # fmt: skip
+        ) as advance:
             for record in evaluation.records(cell, set(todo), mean, lengths, advance.step, trace):
                 journal.append(record)
                 advance(record.right)
@@ -424,9 +453,14 @@ class Evaluation:
         return found
 
     def records(
-        self, cell: Cell, wanted: Collection[Key], mean: float, lengths: Mapping[tuple[str, int], int],
-        step: Callable[[int], object], trace: Path | None = None,
-    ) -> Iterator[Record]:  # fmt: skip
+        self,
+        cell: Cell,
+        wanted: Collection[Key],
+        mean: float,
+        lengths: Mapping[tuple[str, int], int],
+        step: Callable[[int], object],
+        trace: Path | None = None,
+    ) -> Iterator[Record]:
         """Run a cell → the records of the wanted sequences, in the order in which they end.
 
         Args:
@@ -514,15 +548,31 @@ class Evaluation:
         if s.finish_reason == NON_FINITE:
             graded = Graded(None, False)
         return Record(
-            policy=key.policy, budget=key.budget, id=key.id, sample=key.sample, group=example.group,
-            right=graded.right, found=graded.found, finish_reason=s.finish_reason, prompt_tokens=len(s.prompt),
-            generated_tokens=len(s.tokens), thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
-            kv_bytes_peak=held.bytes_peak, kv_bytes_mean=held.bytes_mean, tokens_peak=held.tokens_peak,
-            tokens_mean=held.tokens_mean, steps=held.steps, evicting_steps=held.evicting_steps, seconds=seconds,
-            text_sha=text_hash(text), text=text if self.job.keep_text else None, **shares,
-            looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)), counts=s.counts or None,
+            policy=key.policy,
+            budget=key.budget,
+            id=key.id,
+            sample=key.sample,
+            group=example.group,
+            right=graded.right,
+            found=graded.found,
+            finish_reason=s.finish_reason,
+            prompt_tokens=len(s.prompt),
+            generated_tokens=len(s.tokens),
+            thinking_tokens=count_thinking(tokenizer, s.prompt, s.tokens),
+            kv_bytes_peak=held.bytes_peak,
+            kv_bytes_mean=held.bytes_mean,
+            tokens_peak=held.tokens_peak,
+            tokens_mean=held.tokens_mean,
+            steps=held.steps,
+            evicting_steps=held.evicting_steps,
+            seconds=seconds,
+            text_sha=text_hash(text),
+            text=text if self.job.keep_text else None,
+            **shares,
+            looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)),
+            counts=s.counts or None,
             budget_tokens=s.budget,
-        )  # fmt: skip
+        )
 
 
 def in_order(sequences: list[Track], lengths: Sequence[int]) -> list[Track]:

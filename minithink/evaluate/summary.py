@@ -333,9 +333,19 @@ def _accuracy(row: Row) -> tuple[str, str]:
 def _table(rows: Sequence[Row]) -> str:
     """The Markdown table of one group's rows."""
     header = [
-        "policy", "budget", "problems × samples", "pass@1", "difference", "tokens, mean (median)", "cut off",
-        "KV peak", "KV mean", "kept, peak (mean)", "evicting steps", "tokens/s",
-    ]  # fmt: skip
+        "policy",
+        "budget",
+        "problems × samples",
+        "pass@1",
+        "difference",
+        "tokens, mean (median)",
+        "cut off",
+        "KV peak",
+        "KV mean",
+        "kept, peak (mean)",
+        "evicting steps",
+        "tokens/s",
+    ]
     shares = {name: title for name, title in SHARES.items() if any(getattr(r, name) is not None for r in rows)}
     counted = any(row.counts for row in rows)
     broken = any(row.non_finite for row in rows)
@@ -350,23 +360,25 @@ def _table(rows: Sequence[Row]) -> str:
             if row.difference_low is not None and row.difference_high is not None:
                 difference += f" ({points(row.difference_low)} to {points(row.difference_high)})"
             difference += f" against {_code(str(row.reference))}"
-        lines.append([
-            _code(row.policy),
-            budget_of(row),
-            f"{row.problems:,} × {row.samples / row.problems:.3g}",
-            f"{right} ({interval}{mark})" if interval else right,
-            difference,
-            f"{row.generated_mean:,.0f} ({row.generated_median:,.0f})",
-            f"{row.cut_off:.1%}",
-            size(row.kv_bytes_peak),
-            size(row.kv_bytes_mean),
-            f"{row.tokens_peak:,.0f} ({row.tokens_mean:,.0f})",
-            "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
-            "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            *("–" if (share := getattr(row, name)) is None else f"{share:.1%}" for name in shares),
-            *([counts.said(row.counts)] if counted else []),
-            *([f"{row.non_finite or 0:,}"] if broken else []),
-        ])  # fmt: skip
+        lines.append(
+            [
+                _code(row.policy),
+                budget_of(row),
+                f"{row.problems:,} × {row.samples / row.problems:.3g}",
+                f"{right} ({interval}{mark})" if interval else right,
+                difference,
+                f"{row.generated_mean:,.0f} ({row.generated_median:,.0f})",
+                f"{row.cut_off:.1%}",
+                size(row.kv_bytes_peak),
+                size(row.kv_bytes_mean),
+                f"{row.tokens_peak:,.0f} ({row.tokens_mean:,.0f})",
+                "–" if row.evicting_share is None else f"{row.evicting_share:.1%}",
+                "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+                *("–" if (share := getattr(row, name)) is None else f"{share:.1%}" for name in shares),
+                *([counts.said(row.counts)] if counted else []),
+                *([f"{row.non_finite or 0:,}"] if broken else []),
+            ]
+        )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

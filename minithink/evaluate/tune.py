@@ -37,10 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `evaluate tune`."""
     add = parser.add_argument
     add("--policy", required=True, metavar="P", help="whose hyperparameters are chosen, as in rkv:buffer=0")
-    add("--grid", type=_grid, action="append", required=True, metavar="FIELD=V,V,…", help="values to try of a field;"
-        " several --grid are combined")  # fmt: skip
-    add("--budget", "--budgets", dest="budget", type=budgets, default=[], metavar="N", help="of all of them: tokens, "
-        "or a share, as --budgets of a run")  # fmt: skip
+    add(
+        "--grid",
+        type=_grid,
+        action="append",
+        required=True,
+        metavar="FIELD=V,V,…",
+        help="values to try of a field; several --grid are combined",
+    )
+    add(
+        "--budget",
+        "--budgets",
+        dest="budget",
+        type=budgets,
+        default=[],
+        metavar="N",
+        help="of all of them: tokens, or a share, as --budgets of a run",
+    )
     add("--schedule", help=f"when the policy evicts: {SCHEDULES}")
     runner.add_run_arguments(
         parser,
@@ -129,11 +142,17 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
     """Write tuning.json and tuning.md → the table."""
     best = ranked[0]
     table = [
-        {**points[row.policy], "policy": row.policy, "pass_at_1": row.pass_at_1,
-         "interval": [row.pass_at_1_low, row.pass_at_1_high], "kv_bytes_mean": row.kv_bytes_mean,
-         "generated_mean": row.generated_mean, "problems": row.problems}
+        {
+            **points[row.policy],
+            "policy": row.policy,
+            "pass_at_1": row.pass_at_1,
+            "interval": [row.pass_at_1_low, row.pass_at_1_high],
+            "kv_bytes_mean": row.kv_bytes_mean,
+            "generated_mean": row.generated_mean,
+            "problems": row.problems,
+        }
         for row in ranked
-    ]  # fmt: skip
+    ]
     head = {"dataset": args.dataset, "split": args.split, "budget": best.budget, "best": best.policy}
     header = ["", *next(iter(points.values())), "pass@1", "95 % interval", "KV mean", "tokens"]
     lines = [header, ["---"] * len(header)]
@@ -141,11 +160,16 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
         # If an interval overlaps the best point's, chance may have chosen the best.
         share, low, high = row.accuracy
         mark = "**best**" if row is best else "≈" if high >= best.accuracy[1] else ""
-        lines.append([
-            mark, *points[row.policy].values(), f"{share:.1%}",
-            f"{low:.1%} to {high:.1%}", summary.size(row.kv_bytes_mean),
-            f"{row.generated_mean:,.0f}",
-        ])  # fmt: skip
+        lines.append(
+            [
+                mark,
+                *points[row.policy].values(),
+                f"{share:.1%}",
+                f"{low:.1%} to {high:.1%}",
+                summary.size(row.kv_bytes_mean),
+                f"{row.generated_mean:,.0f}",
+            ]
+        )
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     text += (
         f"\n\n`{args.policy}`, budget {summary.budget_text(best.budget)}, {args.dataset} {args.split or ''}, "
