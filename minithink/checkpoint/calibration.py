@@ -30,10 +30,12 @@ from minithink.sampling import DRAWS
 TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
 STEERING, FORESIGHT = "steering.safetensors", "foresight.json"
 COMMANDS = {  # what makes each file
-    "thoughts.json": "thoughts", "thoughts-2.json": "thoughts --thoughts 2", STEERING: "steering",
+    "thoughts.json": "thoughts",
+    "thoughts-2.json": "thoughts --thoughts 2",
+    STEERING: "steering",
     FORESIGHT: "foresight",
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
-}  # fmt: skip
+}
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`

@@ -37,9 +37,16 @@ from minithink.results.files import open_to_others
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"  # one file, or shards; not the copies in consolidated.safetensors
 FILES = (
-    "config.json", "generation_config.json", WEIGHTS, INDEX, "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.*", "additional_chat_templates/*",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    WEIGHTS,
+    INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.*",
+    "additional_chat_templates/*",
+)
 # Types of safetensors that weights may have. 64 bits are read as 32.
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 WIDER_THAN_A_BYTE = ("I16", "I32", "I64", "U16", "U32", "U64", "C64")  # other types are quantized
