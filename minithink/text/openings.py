@@ -23,12 +23,24 @@ from minithink.text.thoughts import NAMES
 
 # SEAL's words, in lower case; "differenly" is theirs
 REFLECTIONS = (
-    "verify", "make sure", "hold on", "think again", "'s correct", "'s incorrect", "let me check", "seems right",
-)  # fmt: skip
+    "verify",
+    "make sure",
+    "hold on",
+    "think again",
+    "'s correct",
+    "'s incorrect",
+    "let me check",
+    "seems right",
+)
 TRANSITIONS = (
-    "think differenly", "another way", "another approach", "another method", "another solution", "another strategy",
+    "think differenly",
+    "another way",
+    "another approach",
+    "another method",
+    "another solution",
+    "another strategy",
     "another technique",
-)  # fmt: skip
+)
 
 
 class Sentence(NamedTuple):

@@ -21,19 +21,54 @@ from collections.abc import Sequence
 
 TRANSITION, EXECUTION, REASONING = 0, 1, 2  # by importance ρ (§4.2), and as figure 6 numbers them
 NAMES = ("transition", "execution", "reasoning")
-TRANSITIONS = ("Wait", "Hmm", "Wait no", "Alternatively", "But wait", "Earlier I said that", "Before I answer",
-               "None fits")  # fmt: skip
+TRANSITIONS = (
+    "Wait",
+    "Hmm",
+    "Wait no",
+    "Alternatively",
+    "But wait",
+    "Earlier I said that",
+    "Before I answer",
+    "None fits",
+)
 REASONINGS = (
-    "Think", "Approach", "Remember", "Find", "Okay", "Suppose", "Verify",
-    "Let me", "Right,", "First,", "Next,", "Last,", "Here", "And here", "Well,", "Back to", "Now back to",
-    "That leaves me at", "Still", "So the results are", "Now I can answer",
-)  # fmt: skip
+    "Think",
+    "Approach",
+    "Remember",
+    "Find",
+    "Okay",
+    "Suppose",
+    "Verify",
+    "Let me",
+    "Right,",
+    "First,",
+    "Next,",
+    "Last,",
+    "Here",
+    "And here",
+    "Well,",
+    "Back to",
+    "Now back to",
+    "That leaves me at",
+    "Still",
+    "So the results are",
+    "Now I can answer",
+)
 # Anywhere in a sentence: the embedded model's.
 PLANS = ("I need", "I have", "I already have", "is given", "I want", "I know")
 EXECUTIONS = (
-    "Now", "The steps are", "So now", "So", "Then", "And", "Carefully now,", "Slowly now,", "Again", "Try",
+    "Now",
+    "The steps are",
+    "So now",
+    "So",
+    "Then",
+    "And",
+    "Carefully now,",
+    "Slowly now,",
+    "Again",
+    "Try",
     "Carefully try",
-)  # fmt: skip
+)
 EQUATION = re.compile(r"=\s*-?\d|\d\s*[-+*/×·^]\s*\d|\\(?:frac|boxed|cdot|times)\b")  # "Mathematical equations"
 CODE = re.compile(r"```|^\s*(?:def|return|import|for|while|if|print)\b.*[:(]", re.MULTILINE)  # "Code syntax"
 # What goes on in lower case is no new sentence: "First, gon. gon * 7 + 2 = 65."
