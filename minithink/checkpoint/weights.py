@@ -343,7 +343,10 @@ def _header(path: Path) -> Iterator[_Entry]:
     try:
         size = path.stat().st_size
         with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+            begin = file.read(8)
+            if len(begin) < 8:
+                raise ValueError(f"the file has {size} bytes, too few for the length of its header")
+            (length,) = struct.unpack("<Q", begin)
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"the file has {size} bytes and its header claims {length}")
             header = json.loads(file.read(length))
