@@ -16,6 +16,7 @@ COMMANDS = {
     "decode": "decode",
     "busy": "busy",
     "caches": "caches",
+    "versus": "versus",
     "attention": "attention",
     "append": "append",
     "counters": "counters",
