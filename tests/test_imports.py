@@ -55,7 +55,6 @@ LEAVES = (
     "evaluate",
     "analysis",
     "trace",
-    "experiments",
     "bench",
     "train",
     "generate",
@@ -64,7 +63,6 @@ LEAVES = (
 PERMITTED = (
     ("minithink.generate", "minithink.trace.recorder"),
     ("minithink.evaluate", "minithink.trace.recorder"),
-    ("minithink.bench", "minithink.experiments"),
     ("minithink.bench", "minithink.evaluate"),
     ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
 )
@@ -152,7 +150,7 @@ def violations(name: str, source: str) -> list[str]:
         above = any(within(target, room) for room in ABOVE)
         if above and any(within(name, below) for below in BELOW):
             wrong.append(f"{name} stands below the engine and imports {target}, which does not")
-        record = within(target, "minithink.results.record") or leaf == "experiments"
+        record = within(target, "minithink.results.record")
         if record and name in ("minithink.engine", "minithink.stream"):
             wrong.append(f"{name} imports {target}, which stands above it")
         if any(within(name, who) and within(target, what) for who, what in PERMITTED):
@@ -245,7 +243,7 @@ def test_circles_are_found():
 
 
 def test_the_engine_loads_no_puzzles_and_nothing_that_measures():
-    rooms = ("tasks", "evaluate", "bench", "experiments", "analysis", "calibrate", "trace", "train")
+    rooms = ("tasks", "evaluate", "bench", "analysis", "calibrate", "trace", "train")
     code = (
         "import sys, minithink.engine\n"
         f"rooms = {rooms}\n"
@@ -328,19 +326,19 @@ def test_the_model_and_the_cache_name_no_policy():
             assert not policies_named(source, METHODS | set(POLICIES) - {"full", "quant"}), name
 
 
-# engines of measurement, which run whatever minithink/experiments lists
+# engines of measurement, which run whatever minithink/bench/methods lists
 ENGINES = (
-    "cases",
-    "compare",
-    "differences",
-    "markdown",
-    "ops",
-    "parts",
-    "plots",
-    "pool",
-    "steady",
-    "sweep",
-    "tables",
+    "answers.differences",
+    "answers.pool",
+    "answers.sweep",
+    "speed.cases",
+    "speed.compare",
+    "speed.ops",
+    "speed.parts",
+    "speed.plots",
+    "speed.steady",
+    "tables.markdown",
+    "tables.pages",
 )
 
 

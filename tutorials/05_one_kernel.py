@@ -24,7 +24,7 @@
 # GPU. Where that file is missing, the tutorial says so. (Triton is published for Linux. On other systems this one can
 # be read, not run.)
 #
-# The kernels are in `minithink/bench/steps.py`, in order. Have that file open beside this one.
+# The kernels are in `minithink/bench/speed/steps.py`, in order. Have that file open beside this one.
 
 # %%
 import difflib
@@ -49,8 +49,8 @@ os.environ["TRITON_INTERPRET"] = "0" if torch.cuda.is_available() else "1"  # re
 import triton
 import triton.language as tl
 
-from minithink.bench import steps
-from minithink.bench.steps import Cut
+from minithink.bench.speed import steps
+from minithink.bench.speed.steps import Cut
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.store import PagedStore
@@ -380,7 +380,7 @@ if complete:
 # and look. The function takes a kernel's source, replaces a piece, and loads the result as a module.
 
 # %%
-HEADER = "import triton\nimport triton.language as tl\nfrom minithink.bench.steps import WIDEN\n\n\n"
+HEADER = "import triton\nimport triton.language as tl\nfrom minithink.bench.speed.steps import WIDEN\n\n\n"
 folder = tempfile.TemporaryDirectory()  # it goes when the tutorial ends
 
 
@@ -578,8 +578,8 @@ code = """
 import itertools, json, re, subprocess, tempfile
 from pathlib import Path
 from triton.backends.nvidia.compiler import get_ptxas
-from minithink.bench.compile import compiled
-from minithink.bench.steps import variants
+from minithink.bench.speed.compile import compiled
+from minithink.bench.speed.steps import variants
 ptxas = get_ptxas(90).path  # Triton brings several; this one compiles for sm_90
 for variant in itertools.islice(variants(), 9):
     made = compiled(variant, 90)

@@ -38,8 +38,8 @@ import matplotlib.pyplot as plt
 import torch
 
 import minithink
+from minithink.bench.methods import Sweep
 from minithink.evaluate.intervals import wilson
-from minithink.experiments import Sweep
 from minithink.kv.contract import Demand, Evict, Policy, See, keep_best
 from minithink.policies import POLICIES
 from minithink.tasks import grade, load_problems
@@ -343,7 +343,7 @@ assert low < 0.7, "few problems leave much open"
 # ## Where its files would go
 #
 # `CONTRIBUTING.md` ("Add a policy") has the steps. The policy moves to `minithink/policies/loud.py`, and its
-# comparison is *data*, the module `minithink/experiments/loud.py`: below is all that it holds. One command then
+# comparison is *data*, the module `minithink/bench/methods/loud.py`: below is all that it holds. One command then
 # runs it on 200 problems of each family, on a GPU: `python -m minithink.bench sweep loud --device cuda`.
 
 # %%

@@ -13,21 +13,21 @@ PROGRAM = "minithink.bench"
 DESCRIPTION = "Speed and answers, measured and written down."
 # command → its module in this folder
 COMMANDS = {
-    "decode": "decode",
-    "busy": "busy",
-    "caches": "caches",
-    "versus": "versus",
-    "attention": "attention",
-    "append": "append",
-    "counters": "counters",
-    "sanitize": "sanitize",
-    "sweep": "sweep",
-    "differences": "differences",
-    "compile": "compile",
-    "tables": "tables",
-    "thoughts": "ops",
+    "decode": "speed.decode",
+    "busy": "speed.busy",
+    "caches": "speed.caches",
+    "versus": "speed.versus",
+    "attention": "speed.attention",
+    "append": "speed.append",
+    "counters": "speed.counters",
+    "sanitize": "speed.sanitize",
+    "sweep": "answers.sweep",
+    "differences": "answers.differences",
+    "compile": "speed.compile",
+    "tables": "tables.pages",
+    "thoughts": "speed.ops",
 }
-KERNELS = {"steps": "step_times"}  # commands that need Triton, which exists for Linux only
+KERNELS = {"steps": "speed.step_times"}  # commands that need Triton, which exists for Linux only
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,8 +41,8 @@ def _run(argv: list[str] | None) -> int:
     modules: dict[str, Any] = {}
     for name, module in there.items():
         modules[name] = import_module(f"minithink.bench.{module}")
-    from minithink.bench import cases
-    from minithink.experiments import collected
+    from minithink.bench.methods import collected
+    from minithink.bench.speed import cases
 
     for name, entry in collected("CASES").items():
         modules[name] = cases.Command(name, entry)

@@ -16,7 +16,7 @@ COMMANDS = {
     "plot": "minithink.evaluate.plots",
     "tune": "minithink.evaluate.tune",
     "margins": "minithink.evaluate.margins",
-    "reproduce": "minithink.bench.reproduce",  # it reads the pool of `bench`
+    "reproduce": "minithink.bench.answers.reproduce",  # it reads the pool of `bench`
 }
 
 

@@ -12,7 +12,7 @@ import torch
 
 from minithink.analysis import __main__, dense, premises, runs
 from minithink.analysis.dense import EVERY, decode
-from minithink.bench.tables import TABLES
+from minithink.bench.tables.pages import TABLES
 from minithink.engine import TINY, load
 from minithink.results import record
 from minithink.tasks import Problem, facts, ledger, search

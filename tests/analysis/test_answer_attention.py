@@ -13,7 +13,7 @@ import torch
 from minithink.analysis import __main__, answer_attention, answer_pictures, needed_ranks, runs
 from minithink.analysis.answer_attention import agreement, concentration, ends, life, trace_of, weights
 from minithink.analysis.needed_ranks import FAR, SCORES, Pair, needs_of, of_pairs, pairs_of, rank, scores
-from minithink.bench import tables
+from minithink.bench.tables import pages
 from minithink.engine import load
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import Decay, hit_set, lrfu
@@ -280,9 +280,9 @@ def test_the_command_line_measures(written, tmp_path, monkeypatch, capsys):
         assert all(0 < x < 1 for row in found for x in row)
     assert all(0.1 < x <= 1 for row in m["answer"]["concentration"] for x in row)
 
-    lines = tables.lines_of(tables.TABLES["answer-attention-search"], result)
+    lines = pages.lines_of(pages.TABLES["answer-attention-search"], result)
     assert any(line.startswith("| top 30 %: runs of hits |") for line in lines)
-    lines = tables.lines_of(tables.TABLES["answer-attention-search-needs"], result)
+    lines = pages.lines_of(pages.TABLES["answer-attention-search-needs"], result)
     assert sum(line.startswith("| `") for line in lines) == len(SCORES)
 
 

@@ -1,0 +1,1 @@
+"""How many answers are right: comparisons of policies, and the pool of their runs."""

@@ -1,0 +1,70 @@
+"""Types of thoughts: the tables of docs/calibration.md, of files that `minithink.calibrate` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from minithink.bench.methods import Result, Row, Table
+from minithink.engine import TINY
+
+FILES = {"thoughts": "thoughts.json", "thresholds": "thoughts.json", "thresholds-2": "thoughts-2.json"}
+
+
+def layers(result: Result) -> Iterable[Row]:
+    """The layers of a calibration, one row a layer; the layers of L* are bold."""
+    m, types = result["measurements"], len(result["thresholds"]) + 1
+    found = {f"{types} modes, {n} row{'s' if n != '1' else ''}": of for n, of in m["share_by_rows"].items()}
+    noise = [*m.get("share_of_noise", {}).items()][-2:]  # of the widest averages
+    found |= {f"by chance, {n} rows": of for n, of in noise}
+    for look in m["layers"]:
+        i, words = look["layer"], look["keywords"]
+        about = {"layer": f"**{i}**" if i in result["layers"] else f"{i}", **{n: look[n] for n in ("mean", "sd")}}
+        about |= {"agree": words["agree"], "kappa": words["kappa"]}
+        yield from (about | {"what": what, "of_prompts": of[i]} for what, of in found.items())
+
+
+def thresholds(result: Result) -> Iterable[Row]:
+    """The thresholds of a calibration, compared with keywords and under eviction."""
+    m, settings = result["measurements"], result["settings"]
+    own = {"thresholds": result["thresholds"], "shares": m["shares_of_types"], "other": "keywords"}
+    yield {"name": f"**the file ({result['chosen']})**", **own, **m["keywords"]}
+    if under := m["eviction"]:
+        name = f"the full cache, {under['prompts']} texts"
+        other = f"`{settings['policy']}` at {settings['budget']:,}"
+        yield {"name": name, **own, "shares": under["shares_of_types"], "other": other, **under}
+
+
+def thresholds_said(result: Result) -> Iterable[str]:
+    """The texts that the calibration read, in numbers."""
+    m = result["measurements"]
+    words = " / ".join(f"{share:.0%}" for share in by_type({"shares": m["shares_of_keywords"]}))
+    yield (
+        f"{m['prompts']} problems, {m['right']:.0%} right, {m['tokens']:,} tokens. By keywords, segments are "
+        f"{words} (E / R / T). A segment's sparsity and its number correlate: {m['correlation_with_position']:.2f}."
+    )
+    yield ""
+
+
+def by_type(m: Row) -> tuple[float, ...]:
+    """Shares of execution, reasoning and transition."""
+    return tuple(m["shares"][kind] for kind in ("execution", "reasoning", "transition"))
+
+
+THRESHOLDS = Table(
+    (("types by", "name", "{}"), ("compared with", "other", "{}"),
+     ("thresholds", lambda m: ", ".join(f"{x:.3f}" for x in m["thresholds"]), "{}"),
+     ("E / R / T", by_type, "{:.0%} / {:.0%} / {:.0%}"), ("segments", "segments", "{:,}"),
+     ("agree", "agree", "{:.0%}"),
+     ("κ", "kappa", "{:.2f}"), ("one type for all", "majority", "{:.0%}")),
+    rows=thresholds, said=thresholds_said,
+)  # fmt: skip
+TABLES = {
+    "thoughts": Table(
+        (("layer", "layer", "{}"), ("sparsity", ("mean", "sd"), "{:.2f} ± {:.2f}")), rows=layers, across="what",
+        cells=(("{}", "of_prompts", "{:.0%}"),),
+        last=(("agrees with keywords", "agree", "{:.0%}"), ("κ", "kappa", "{:.2f}")),
+    ),
+    **dict.fromkeys(("thresholds", "thresholds-2"), THRESHOLDS),
+}  # fmt: skip
+TABLES |= {name: replace(TABLES[name], shipped=TINY / file) for name, file in FILES.items()}

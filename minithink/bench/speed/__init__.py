@@ -1,0 +1,1 @@
+"""How fast decoding, its kernels and the methods are."""

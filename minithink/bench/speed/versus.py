@@ -1,0 +1,157 @@
+"""Decoding speed of this checkout, beside that of another one: has a change cost anything?
+
+Each checkout decodes in a process of its own (`versus_side.py`), the same problems under the same policy. Only one of
+them works at a time: some steps of one, then as many of the other, and they take turns to begin. So a machine that
+slows down slows both, and each pair of turns gives one ratio, speed here / speed there. Below 1, this checkout is
+slower.
+
+    git worktree add ../before main
+    python -m minithink.bench versus ../before --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from minithink.bench.speed import versus_side
+from minithink.cli.commands import positive
+from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.results import record
+from minithink.results.origin import ROOT
+
+POLICIES = ("none", "full", "rkv:budget=256,buffer=32", "thinkv:budget=512")
+HERE, THERE = "here", "there"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench versus`."""
+    add = parser.add_argument
+    add("other", type=Path, metavar="FOLDER", help="another checkout of minithink")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--policies", nargs="+", default=POLICIES, metavar="P", help="policies (none: no policy at all)")
+    add("--batch", nargs="+", type=positive, metavar="N", help="sequences (default: 1 8; 1 64 256 on a GPU)")
+    add("--steps", type=positive, default=32, metavar="N", help="decoding steps of a turn (default: 32)")
+    add("--turns", type=positive, default=12, metavar="N", help="turns of each side (default: 12)")
+    add("--output", metavar="FILE", help="default: docs/results/versus-cpu.json, versus-gpu.json")
+
+
+class Side:
+    """A process that decodes with the code of one checkout."""
+
+    def __init__(self, root: Path, device: str) -> None:
+        self.root = root
+        dtype = "bfloat16" if device == "cuda" else "float32"
+        self.process = subprocess.Popen(
+            [sys.executable, versus_side.__file__, device, dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=root,
+        )
+        package = Path(self.answer()["package"])
+        if package != root / "minithink":
+            raise MinithinkError(f"{root} was to be measured, and Python took {package}: uninstall minithink first.")
+
+    def ask(self, **request: Any) -> None:
+        """Send a request."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.answer()
+
+    def answer(self) -> Any:
+        """What the process answers. MinithinkError: it has ended."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
+        if not line:
+            _, errors = self.process.communicate()
+            last = (errors.strip().splitlines() or ["it said nothing"])[-1]
+            raise MinithinkError(f"The side in {self.root} failed: {last[:200]}.")
+        return json.loads(line)
+
+    def end(self) -> None:
+        """Stop the process."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Measure, write after every line, print."""
+    other = args.other.resolve()
+    if not (other / "minithink" / "__init__.py").is_file():
+        raise UsageError(f"{quoted(str(args.other))} is no checkout of minithink: it has no minithink/__init__.py.")
+    name = "versus-gpu" if args.device == "cuda" else "versus-cpu"
+    result = record.new("versus", argv, args.device)
+    result["settings"] = {"device": args.device, "steps": args.steps, "turns": args.turns, "other": commit_of(other)}
+    path = record.output(args, name)
+    with ExitStack() as stack:
+        sides = {}
+        for side, root in ((HERE, ROOT), (THERE, other)):
+            sides[side] = Side(root, args.device)
+            stack.callback(sides[side].end)
+        return record.collect(path, result, measurements(args, sides), line)
+
+
+def measurements(args: argparse.Namespace, sides: dict[str, Side]) -> Iterator[record.Measurement]:
+    """A measurement for every policy and number of sequences."""
+    batches = args.batch or ([1, 64, 256] if args.device == "cuda" else [1, 8])
+    for policy in args.policies:
+        for batch in batches:
+            made = {"policy": None if policy == "none" else policy, "batch": batch, "steps": args.steps * args.turns}
+            for side in sides.values():  # both at once
+                side.ask(make=made)
+            for side in sides.values():
+                side.answer()
+            seconds = in_turns(sides, args.steps, args.turns)
+            ratios = [there / here for here, there in zip(seconds[HERE], seconds[THERE], strict=True)]
+            medians = {name: statistics.median(found) / args.steps * 1e3 for name, found in seconds.items()}
+            yield {
+                "policy": policy,
+                "batch": batch,
+                "step_milliseconds": medians,
+                "ratios": ratios,
+                "ratio": statistics.median(ratios),
+            }
+
+
+def in_turns(sides: dict[str, Side], steps: int, turns: int) -> dict[str, list[float]]:
+    """The seconds of every turn of each side."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
+    for _ in range(turns):
+        for name in names:
+            sides[name].ask(go=steps)
+            seconds[name].append(sides[name].answer())
+        names.reverse()  # the other one begins next time
+    return seconds
+
+
+def line(m: record.Measurement) -> str:
+    """A measurement in one line, for people."""
+    here, there = (m["step_milliseconds"][name] for name in (HERE, THERE))
+    least, most = min(m["ratios"]), max(m["ratios"])
+    return (
+        f"{m['policy']}, batch {m['batch']}: {here:.3f} ms a step here, {there:.3f} there: "
+        f"{m['ratio']:.3f} × as fast ({least:.3f} to {most:.3f})"
+    )
+
+
+def commit_of(root: Path) -> str | None:
+    """The commit of a checkout; None: it is in no repository."""
+    words = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

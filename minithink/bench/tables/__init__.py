@@ -1,0 +1,1 @@
+"""Tables of the documents, filled in from results."""

@@ -1,0 +1,126 @@
+"""Work in several processes: the same results as in one, whatever fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from minithink.bench.answers.processes import spread
+from minithink.errors import MinithinkError, UsageError
+
+
+def work(x: int) -> tuple[int, int]:
+    """Its square and the process that found it; some numbers fail."""
+    print(f"printed of {x}")
+    if x == 3:
+        raise UsageError("Three is no number: give another.")
+    if x == 4:
+        raise ValueError("four")
+    if x == 5:
+        os._exit(1)
+    return x * x, os.getpid()
+
+
+def log_of(folder: Path, x: int) -> Path:
+    return folder / "logs" / f"{x}.log"
+
+
+def test_every_item_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In processes of their own, which print into logs; no more processes than items."""
+    found = list(spread(work, [1, 2, 6, 7, 8], 2, partial(log_of, tmp_path)))
+    results = [result for _, result in found]
+    assert sorted((x, result[0]) for x, result in found if isinstance(result, tuple)) == [
+        (x, x * x) for x in (1, 2, 6, 7, 8)
+    ]
+    processes = {result[1] for result in results if isinstance(result, tuple)}
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+    assert {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()} == {
+        f"{x}.log": f"printed of {x}\n" for x in (1, 2, 6, 7, 8)
+    }
+    assert capfd.readouterr().out == ""
+    assert list(spread(work, [], 2, partial(log_of, tmp_path))) == []
+
+
+def test_what_fails_stops_nothing_else(tmp_path: Path) -> None:
+    """An error of the project comes as it is, another with the file that has its traceback."""
+    found = dict(spread(work, [3, 4, 5, 6], 2, partial(log_of, tmp_path)))
+    assert isinstance(found[3], UsageError)
+    assert str(found[3]) == "Three is no number: give another."
+    assert isinstance(found[4], MinithinkError)
+    assert str(found[4]) == f"ValueError: four; more in {tmp_path / 'logs' / '4.log'}."
+    assert 'raise ValueError("four")' in (tmp_path / "logs" / "4.log").read_text()
+    assert isinstance(found[5], MinithinkError)
+    assert str(found[5]).startswith("Its process was killed")
+    assert isinstance(found[6], tuple)
+
+
+def test_when_all_processes_are_killed(tmp_path: Path) -> None:
+    found = spread(work, [5, 6], 1, partial(log_of, tmp_path))
+    assert isinstance(next(found)[1], MinithinkError)
+    with pytest.raises(MinithinkError, match="1 parts of the work were not begun"):
+        next(found)
+
+
+INTERRUPTED = """
+import sys, time
+from functools import partial
+from pathlib import Path
+from minithink.bench.answers.processes import spread
+from minithink.cli.process import Signals
+
+def work(x):
+    if x == 0:
+        return "done"
+    print("working", flush=True)
+    try:
+        time.sleep(60)
+    finally:
+        print("closed", flush=True)
+
+def log_of(folder, x):
+    return folder / f"{x}.log"
+
+if __name__ == "__main__":
+    try:
+        with Signals():
+            for item in spread(work, [0, 1, 2, 3, 4, 5], 2, partial(log_of, Path(sys.argv[1]))):
+                print(item, flush=True)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("from_terminal", [True, False])
+def test_an_interrupt_reaches_all_processes(tmp_path: Path, from_terminal: bool) -> None:
+    """From a terminal all processes get it, from elsewhere one. What runs may close its files, what has not begun
+    never begins."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    words = [sys.executable, str(script), str(tmp_path)]
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        # a shell makes what runs in its background deaf to interrupts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "(0, 'done')\n"
+        logs = [tmp_path / f"{x}.log" for x in (1, 2)]
+        end = time.monotonic() + 60
+        while not all(path.exists() and path.read_text() == "working\n" for path in logs):
+            assert time.monotonic() < end
+        if from_terminal:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=50)[0] == "interrupted\n"
+    assert [path.read_text() for path in logs] == ["working\nclosed\n"] * 2
+    assert not (tmp_path / "3.log").exists()

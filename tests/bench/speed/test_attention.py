@@ -1,0 +1,35 @@
+"""The benchmark of decode attention: what it says without a GPU, and its table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from minithink.bench.tables import pages
+from minithink.results import record
+from tests.bench.result import RESULT, says_that_there_is_no_gpu
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    says_that_there_is_no_gpu("attention", tmp_path)
+
+
+def test_the_table(tmp_path: Path) -> None:
+    def row(batch: int, name: str, microseconds: float, **more: Any) -> dict[str, Any]:
+        return {"batch": batch, "length": 4096, "format": name, "microseconds": microseconds, **more}
+
+    result = {
+        **RESULT, "benchmark": "attention",
+        "measurements": [
+            row(1, "sdpa", 12.34), row(1, "bf16", 9.876, ratio=1.249), row(64, "sdpa", 1234.5),
+            row(64, "bf16", 250.4, ratio=4.93), row(64, "nvfp4", 80.0, ratio=3.13),
+        ],
+    }  # fmt: skip
+    record.write(tmp_path / "attention.json", result)
+    text = pages.fill("<!-- table:attention -->\n<!-- end -->", "x.md", tmp_path)
+    assert text.splitlines()[1:-3] == [
+        "| sequences | tokens of each | torch, contiguous | bf16 | nvfp4 |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| 1 | 4,096 | 12.3 µs | 9.88 µs, **1.25 ×** | – |",
+        "| 64 | 4,096 | 1,234 µs | 250 µs, **4.93 ×** | 80.0 µs, **3.13 ×** |",
+    ]

@@ -1,0 +1,74 @@
+"""Two checkouts side by side. To run it alone: pytest tests/bench/speed/test_versus.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minithink.bench.__main__ import main
+from minithink.bench.speed import versus
+from minithink.results import record
+from minithink.results.origin import ROOT
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """Another checkout, with the same code."""
+    folder = tmp_path / "other"
+    folder.mkdir()
+    for name in ("minithink", "kernels", "pyproject.toml"):
+        (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+def test_both_sides_decode_in_turns(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    policies = ["--policies", "none", "window:budget=200"]
+    assert (
+        main(["versus", str(other), *policies, "--batch", "2", "--steps", "2", "--turns", "3", "--output", str(path)])
+        == 0
+    )
+    result = record.read(path)
+    assert result["complete"]
+    assert [(m["policy"], m["batch"], len(m["ratios"])) for m in result["measurements"]] == [
+        ("none", 2, 3),
+        ("window:budget=200", 2, 3),
+    ]
+    assert all(ratio > 0 for m in result["measurements"] for ratio in m["ratios"])
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_the_side_that_begins_alternates() -> None:
+    asked = []
+
+    class Noting:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def ask(self, go: int) -> None:
+            asked.append((self.name, go))
+
+        def answer(self) -> float:
+            return float(len(asked))
+
+    found = versus.in_turns({"here": Noting("here"), "there": Noting("there")}, steps=5, turns=3)
+    assert asked == [("here", 5), ("there", 5), ("there", 5), ("here", 5), ("here", 5), ("there", 5)]
+    assert found == {"here": [1.0, 4.0, 5.0], "there": [2.0, 3.0, 6.0]}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (None, "is no checkout of minithink: it has no minithink/__init__.py."),
+        ("raise ValueError('no such luck')", "failed: ValueError: no such luck."),
+    ],
+)
+def test_a_side_that_cannot_run_is_one_sentence(
+    code: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "minithink").mkdir()
+    if code is not None:
+        (tmp_path / "minithink" / "__init__.py").write_text(code)
+    assert main(["versus", str(tmp_path), "--output", str(tmp_path / "x.json")]) == (2 if code is None else 1)
+    assert said in capsys.readouterr().err
