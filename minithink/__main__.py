@@ -8,11 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from minithink.cli.commands import Parser, exit_code
+from minithink.errors import MinithinkError
 
 PROGRAM = "minithink"
+CHECKOUT = "(needs a checkout)"  # behind the summary of a command that an installed package does not have
 
 
 class Command(NamedTuple):
@@ -20,6 +23,11 @@ class Command(NamedTuple):
 
     module: str
     summary: str
+
+    @property
+    def here(self) -> bool:
+        """Whether this installation has it. `bench` reads and writes docs/, so that no wheel has it."""
+        return find_spec(self.module.removesuffix(".__main__")) is not None
 
 
 COMMANDS = {
@@ -42,7 +50,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str]) -> int:
     if argv and argv[0] in COMMANDS:
-        module = import_module(COMMANDS[argv[0]].module)
+        command = COMMANDS[argv[0]]
+        if not command.here:
+            raise MinithinkError(
+                f"{argv[0]} reads and writes docs/ of a checkout, and this is an installed package: clone the "
+                f"repository and run `python -m minithink.{argv[0]}` in its folder."
+            )
+        module = import_module(command.module)
         code: int = module.main(argv[1:])
         return code
     parser = _parser()
@@ -56,7 +70,8 @@ def _parser() -> Parser:
     width = max(map(len, COMMANDS))
     lines = ["commands (each has --help):"]
     for name, command in COMMANDS.items():
-        lines.append(f"  {name:{width}}  {command.summary}")
+        summary = command.summary if command.here else f"{command.summary} {CHECKOUT}"
+        lines.append(f"  {name:{width}}  {summary}")
     parser = Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} COMMAND …",

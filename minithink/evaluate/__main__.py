@@ -1,5 +1,5 @@
 """The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
-`python -m minithink.evaluate plot DIR…`, `… tune …`, `… margins` and `… reproduce …`."""
+`python -m minithink.evaluate plot DIR…`, `… tune …` and `… margins`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ COMMANDS = {
     "plot": "minithink.evaluate.plots",
     "tune": "minithink.evaluate.tune",
     "margins": "minithink.evaluate.margins",
-    "reproduce": "minithink.bench.answers.reproduce",  # it reads the pool of `bench`
 }
 
 
@@ -39,8 +38,8 @@ def _run(first: str, argv: list[str]) -> int:
     parser = commands.Parser(
         prog=f"python -m {PROGRAM}",
         description=DESCRIPTION,
-        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, `… margins` "
-        "counts where another batch size may change a result, `… reproduce` runs a cell of the documents again.",
+        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, and `… margins` "
+        "counts where another batch size may change a result.",
     )
     runner.add_arguments(parser)
     return runner.run(parser.parse_args(argv), argv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,6 +332,23 @@ def test_commands_are_listed_without_torch() -> None:
     for name, command in COMMANDS.items():
         [line] = [line for line in done.stdout.splitlines() if line.split()[:1] == [name]]
         assert line.endswith(command.summary)
+
+
+def test_a_package_without_bench_says_that_it_needs_a_checkout(tmp_path: Path) -> None:
+    """A wheel has no bench. -S leaves out an installation of this checkout, which has it."""
+    without = shutil.ignore_patterns("bench", "assets", "data", "__pycache__")
+    shutil.copytree(ROOT / "minithink", tmp_path / "minithink", ignore=without)
+    listed = subprocess.run([sys.executable, "-S", "-m", "minithink"], cwd=tmp_path, capture_output=True, text=True)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    lines = [line for line in listed.stdout.splitlines() if line.split()[:1] in ([name] for name in COMMANDS)]
+    assert [line.split()[0] for line in lines if line.endswith("(needs a checkout)")] == ["bench"]
+    words = [sys.executable, "-S", "-m", "minithink", "bench", "tables"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "minithink: bench reads and writes docs/ of a checkout, and this is an installed package: clone the "
+        "repository and run `python -m minithink.bench` in its folder.\n"
+    )
 
 
 def test_a_command_runs_its_module(capsys: pytest.CaptureFixture[str]) -> None:

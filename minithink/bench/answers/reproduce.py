@@ -48,7 +48,7 @@ class Compared:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `evaluate reproduce`."""
+    """The options of `bench reproduce`."""
     add = parser.add_argument
     add("comparison", choices=tuple(SWEEPS), metavar="COMPARISON", help=f"its name: {', '.join(SWEEPS)}")
     add("policy", metavar="POLICY", help="as its table writes it")
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             rows = runner.evaluate_alone(
                 job_of(done, args),
                 Path(folder),
-                command=origin.command("minithink.evaluate", argv),
+                command=origin.command("minithink.bench", argv),
                 mean=length,
             )
             if rows is None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from minithink.bench.__main__ import main as bench
+from minithink.bench.__main__ import main
 from minithink.bench.answers import pool, reproduce, sweep
-from minithink.evaluate.__main__ import main
 from minithink.evaluate.plan import Spec
 
 torch.set_num_threads(1)
@@ -25,7 +24,7 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setitem(sweep.SWEEPS, "snapkv", small)
     words = ["--device", "cpu", "--batch-size", "1", "--max-new-tokens", str(NEW), "--limit", "2"]
     where = ["--families", "facts", "--runs", str(tmp_path / "runs"), "--results", str(tmp_path)]
-    assert bench(["sweep", "snapkv", *words, *where]) == 0
+    assert main(["sweep", "snapkv", *words, *where]) == 0
     config, own, weights = sweep._about(sweep.TINY)
     monkeypatch.setattr(sweep, "_about", lambda folder: (config, replace(own, max_new_tokens=NEW), weights))
     return tmp_path
