@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,14 +18,14 @@ RUNTIME = {"torch", "triton", "tiktoken", "regex", "safetensors", "huggingface_h
 EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy"}
 # an extra → the one place that may import it
 ONLY_IN = {
-    "transformers": "minithink.bench",
+    "transformers": "minithink.bench.speed.peer",
     "tokenizers": "minithink.tasks.prepare",
     "pyarrow": "minithink.evaluate.datasets",
     "math_verify": "minithink.evaluate.mathematics",
     "sympy": "minithink.evaluate.mathematics",  # math-verify needs it
 }
 
-# package → what it may import of the project (prefixes); a package that is not listed may import anything but LEAVES
+# package → what it may import of the project (prefixes); BELOW and LAYERS say what the others may import
 ALLOWED = {
     "minithink.ref": ("minithink.ref", "minithink.quant"),
     "minithink.quant": ("minithink.quant", "minithink.errors"),
@@ -49,55 +50,47 @@ ALLOWED = {
 }
 # package → what it may import beside the standard library and the project; others may import RUNTIME and EXTRAS
 THIRD_PARTY = {f"minithink.{name}": {"torch", "triton"} for name in ("ref", "quant", "kernels")}
-# nothing imports these, except themselves
-LEAVES = (
-    "calibrate",
-    "evaluate",
-    "analysis",
-    "trace",
-    "bench",
-    "train",
-    "generate",
+# rooms that the engine stands on: they import neither it nor what stands above it
+BELOW = (
+    "backend",
+    "checkpoint",
+    "cli",
+    "config",
+    "errors",
+    "generation",
+    "kernels",
+    "kv",
+    "loaded",
+    "loop",
+    "model",
+    "policies",
+    "quant",
+    "ref",
+    "reread",
+    "results",  # but results.record names the engine
+    "sampling",
+    "sequence",
+    "tasks",
+    "text",
 )
-# … except modules that record traces, and measurements of evaluations
-PERMITTED = (
-    ("minithink.generate", "minithink.trace.recorder"),
-    ("minithink.evaluate", "minithink.trace.recorder"),
-    ("minithink.bench", "minithink.evaluate"),
-    ("minithink.calibrate", "minithink.evaluate"),  # it calibrates on datasets
-)
-# modules below the engine, which import neither it nor what stands above it
-BELOW = tuple(
-    f"minithink.{name}"
-    for name in (
-        "backend",
-        "checkpoint",
-        "cli",
-        "config",
-        "errors",
-        "generation",
-        "kernels",
-        "kv",
-        "loaded",
-        "model",
-        "policies",
-        "quant",
-        "ref",
-        "reread",
-        "sampling",
-        "sequence",
-        "tasks",
-        "text",
-        # of the results all but the record of a run, which names the engine
-        "results.figures",
-        "results.files",
-        "results.origin",
-        "results.progress",
-        "results.sources",
-        "results.user_code",
-    )
-)
-ABOVE = tuple(f"minithink.{name}" for name in ("engine", "stream", "results.record", *LEAVES))
+# The other rooms from the bottom to the top, and which of them each may import: those that it stands on. All may
+# import BELOW. A room in no list is imported by nothing but itself.
+LAYERS: dict[str, tuple[str, ...]] = {
+    "stream": (),
+    "engine": ("stream",),
+    "results.record": ("engine",),
+    "__init__": ("engine",),  # the public names
+    "trace.format": (),
+    "trace.recorder": ("trace.format",),
+    "trace": ("trace.format", "trace.recorder"),
+    "generate": ("stream", "engine", "trace.recorder"),
+    "evaluate": ("stream", "engine", "results.record", "trace.recorder"),
+    "analysis": ("stream", "engine", "results.record"),
+    "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
+    "train": (),
+    "bench": ("stream", "engine", "results.record", "evaluate"),
+    "__main__": ("generate", "evaluate", "trace", "calibrate", "analysis", "train", "bench"),  # it starts commands
+}
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(
     "thinkv skipkv crystal_kv dynts h2o snapkv rkv streaming_llm kivi pm_kvq window".split()  # noqa: SIM905
@@ -119,9 +112,22 @@ def sources() -> dict[str, Path]:
     return found
 
 
+def room_of(name: str) -> str | None:
+    """The room that a module or a name in it belongs to, the innermost of several; None: it is in none."""
+    name = "minithink.__init__" if name == "minithink" else name
+    rooms = [room for room in (*BELOW, *LAYERS) if within(name, f"minithink.{room}")]
+    return max(rooms, key=len, default=None)
+
+
 def imported(source: str) -> Iterator[str]:
-    """The full names that a module imports; `from a import b` counts as a.b, for b may be a module."""
-    for node in ast.walk(ast.parse(source)):
+    """The full names that a module imports; `from a import b` counts as a.b, for b may be a module.
+
+    A module that calls `import_module` takes names from tables: there a text such as "minithink.engine" counts, too.
+    """
+    tree = ast.parse(source)
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    by_name = bool(calls & {"import_module", "importlib.import_module", "__import__"})
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,12 +135,16 @@ def imported(source: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
             yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+        elif by_name and isinstance(node, ast.Constant) and re.fullmatch(r"minithink(\.\w+)+", str(node.value)):
+            yield node.value
 
 
 def violations(name: str, source: str) -> list[str]:
     """What a module imports against the rules."""
     rules = next((r for package, r in ALLOWED.items() if within(name, package)), None)
     packages = next((p for package, p in THIRD_PARTY.items() if within(name, package)), RUNTIME | EXTRAS)
+    room = room_of(name)
+    above = LAYERS.get(room or "", ())
     wrong = []
     for target in imported(source):
         top = target.split(".")[0]
@@ -146,17 +156,13 @@ def violations(name: str, source: str) -> list[str]:
             continue
         if rules is not None and not any(within(target, allowed) for allowed in rules):
             wrong.append(f"{name} imports {target}; it may import {', '.join(rules)}")
-        leaf = target.split(".")[1] if "." in target else ""
-        above = any(within(target, room) for room in ABOVE)
-        if above and any(within(name, below) for below in BELOW):
-            wrong.append(f"{name} stands below the engine and imports {target}, which does not")
-        record = within(target, "minithink.results.record")
-        if record and name in ("minithink.engine", "minithink.stream"):
-            wrong.append(f"{name} imports {target}, which stands above it")
-        if any(within(name, who) and within(target, what) for who, what in PERMITTED):
+        if target in ("minithink", "minithink.__version__"):
             continue
-        if leaf in LEAVES and not within(name, f"minithink.{leaf}"):
-            wrong.append(f"{name} imports {target}, which nothing may import")
+        there = room_of(target)
+        if there is None:
+            wrong.append(f"{name} imports {target}, which is in no room")
+        elif there in LAYERS and there not in (room, *above):
+            wrong.append(f"{name} imports {target}; of the layers {room} may import {', '.join(above) or 'none'}")
     return wrong
 
 
@@ -223,6 +229,22 @@ def test_imports_follow_the_rules(name):
     assert violations(name, sources()[name].read_text(encoding="utf-8")) == []
 
 
+def test_every_module_is_in_a_room():
+    assert [name for name in sources() if room_of(name) is None] == []
+
+
+def test_layers_stand_on_earlier_ones():
+    assert not set(BELOW) & set(LAYERS)
+    earlier = set[str]()
+    for room, below in LAYERS.items():
+        assert set(below) <= earlier, room
+        earlier.add(room)
+
+
+def test_nothing_but_the_list_of_commands_imports_what_measures():
+    assert [room for room, below in LAYERS.items() if "bench" in below] == ["__main__"]
+
+
 def test_no_imports_go_in_a_circle():
     imports = imports_of({name: path.read_text(encoding="utf-8") for name, path in sources().items()})
     assert "minithink.loaded" in imports["minithink.stream"]
@@ -260,39 +282,76 @@ def test_kernels_and_twins_have_equal_signatures():
 def test_the_checks_find_what_is_wrong():
     assert violations("minithink.ref.x", "from minithink.model import Decoder")
     assert violations("minithink.model", "import minithink.kv.full")
-    assert violations("minithink.engine", "from minithink import bench")
-    assert violations("minithink.engine", "import requests")
-    assert violations("minithink.engine", "from minithink.bench import tables")
-    assert violations("minithink.engine", "from minithink.results import record"), "it names the engine"
-    for room in ("analysis", "calibrate", "evaluate"):
-        assert violations(f"minithink.{room}.x", "from minithink.bench import decode")
-        assert not violations(f"minithink.{room}.x", "from minithink.reread.attention import read")
-        assert not violations(f"minithink.{room}.x", "from minithink.results import record")
-    assert not violations("minithink.bench.x", "from minithink.bench import decode\nimport torch, json")
-    assert violations("minithink.engine", "import minithink.train")
-    assert not violations("minithink.engine", "from minithink import calibration")
-    assert violations("minithink.engine", "from minithink.calibrate import thoughts")
-    assert violations("minithink.checkpoint.calibration", "from minithink.engine import TINY")
-    assert violations("minithink.analysis.x", "from minithink.calibrate import reading")
-    assert violations("minithink.trainer", "import minithink.train")
-    assert not violations("minithink.train.x", "import minithink.train")
-    assert not violations("minithink.generate", "from minithink.trace.recorder import Recorder")
-    assert violations("minithink.generate", "from minithink.trace import page")
-    assert violations("minithink.engine", "from minithink.trace.recorder import Recorder")
-    assert violations("minithink.evaluate.runner", "import minithink.trace.page")
-    assert not violations("minithink.evaluate.runner", "import minithink.trace.recorder")
-    assert violations("minithink.bench.x", "import minithink.trace.page")
-    assert violations("minithink.bench.x", "import selenium"), "only tests drive a browser"
     assert violations("minithink.modelling", "import minithink.kv.full") == []
+    assert violations("minithink.engine", "import requests")
+    assert violations("minithink.bench.x", "import selenium"), "only tests drive a browser"
     for package in ("ref", "quant", "kernels"):
         assert violations(f"minithink.{package}.x", "import numpy")
         assert violations(f"minithink.{package}.x", "from transformers import AutoModel")
         assert not violations(f"minithink.{package}.x", "import math, torch\nimport triton.language as tl")
     for code in ("import transformers", "def f():\n    importlib.import_module('transformers')"):
         assert violations("minithink.engine", code)
-        assert not violations("minithink.bench.x", code)
+        assert violations("minithink.bench.x", code)
+        assert not violations("minithink.bench.speed.peer", code)
     assert violations("minithink.tasks", "from tokenizers import Tokenizer")
     assert not violations("minithink.tasks.prepare", "from tokenizers import Tokenizer")
+
+
+def test_an_import_against_the_layers_is_found():
+    engine = "from minithink.engine import TINY"
+    for room in BELOW:
+        for above in LAYERS:
+            assert violations(f"minithink.{room}.x", f"import minithink.{above}.y"), (room, above)
+    assert violations("minithink.checkpoint.calibration", engine)
+    assert violations("minithink.stream", engine)
+    assert violations("minithink.engine", "from minithink.results import record"), "it names the engine"
+    assert not violations("minithink.engine", "from minithink.results import files")
+    assert not violations("minithink.engine", "from minithink.checkpoint import calibration")
+    for room in LAYERS.keys() - {"__main__", "bench"}:
+        assert violations(f"minithink.{room}", "from minithink import bench"), room
+        assert violations(f"minithink.{room}.x", "from minithink.bench.speed import decode"), room
+    for room in LAYERS.keys() - {"__main__", "train"}:
+        assert violations(f"minithink.{room}", "import minithink.train"), room
+    for room in ("analysis", "calibrate", "evaluate", "bench"):
+        assert not violations(f"minithink.{room}.x", "from minithink.reread.attention import read")
+        assert not violations(f"minithink.{room}.x", "from minithink.results import record")
+        assert violations(f"minithink.{room}.x", "import minithink.trace.page")
+        assert violations(f"minithink.{room}.x", "from minithink import generate")
+    assert violations("minithink.engine", "from minithink.calibrate import thoughts")
+    assert violations("minithink.analysis.x", "from minithink.calibrate import segments")
+    assert violations("minithink.analysis.x", "from minithink.evaluate import runner")
+    assert violations("minithink.bench.x", "from minithink.calibrate import segments")
+    assert violations("minithink.evaluate.x", "from minithink.calibrate import segments")
+    assert not violations("minithink.calibrate.x", "from minithink.evaluate.datasets import load_dataset")
+    assert not violations("minithink.bench.x", "from minithink.bench.speed import decode\nimport torch, json")
+    assert violations("minithink.trainer", "import minithink.train")
+    assert not violations("minithink.train.x", "import minithink.train")
+
+
+def test_an_import_of_the_recorder_is_found():
+    recorder = "from minithink.trace.recorder import Recorder"
+    for room in LAYERS.keys() - {"trace", "trace.recorder", "generate", "evaluate"}:
+        assert violations(f"minithink.{room}", recorder), room
+    for room in ("trace.page", "generate", "evaluate.runner"):
+        assert not violations(f"minithink.{room}", recorder), room
+    assert violations("minithink.generate", "from minithink.trace import page")
+    assert violations("minithink.generate", "from minithink.trace import format")
+    assert violations("minithink.evaluate.runner", "import minithink.trace.page")
+    assert violations("minithink.trace.recorder", "import minithink.trace.page")
+
+
+def test_an_import_by_name_is_found():
+    table = "COMMANDS = {'reproduce': 'minithink.bench.answers.reproduce'}\n"
+    for call in ("import_module(COMMANDS[word])", "importlib.import_module(COMMANDS[word])"):
+        assert violations("minithink.evaluate.__main__", table + call)
+        assert not violations("minithink.__main__", table + call)
+    assert not violations("minithink.results.record", "PROGRAM = 'minithink.bench'"), "it imports nothing by name"
+
+
+def test_an_import_of_no_room_is_found():
+    assert violations("minithink.kv.x", "from minithink import load"), "that is the engine's"
+    assert violations("minithink.bench.x", "import minithink.experiments")
+    assert not violations("minithink.cli.x", "import minithink\nfrom minithink import __version__")
 
 
 @pytest.mark.parametrize("other", ["a, c, *, d=1", "b, a, *, d=1", "a, b, *, d=2", "a, b, *, d", "a, b, d=1", "a, b"])
