@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Triton decides this when a kernel is defined. The interpreter computes with numpy, which has no bfloat16. So
 # interpreted kernels convert to float32 right after each load, and keep products in float32. Kernels never join a
@@ -66,3 +67,10 @@ def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device,
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n: Triton's ranges must have such lengths."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def with_dense_columns(x: Tensor) -> Tensor:
+    """The tensor itself if its columns lie one behind the other, else a copy of which this is true."""
+    if x.stride(-1) == 1 or x.shape[-1] < 2:
+        return x
+    return x.contiguous()

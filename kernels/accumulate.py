@@ -15,20 +15,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant, unit_of
+from minithink.kernels._common import Variant, unit_of, with_dense_columns
+from minithink.kernels._entries import NOWHERE, find
 
 BLOCK = 512  # columns of a program
 WARPS = 4
-NOWHERE = 2**31 - 1  # the position in an empty entry
 
 
 @triton.jit
 def _accumulate(
-    p_mass, p_pos, p_held, p_known, p_score, p_at, p_out, n, rows, heads, entries, width, mass_layer, mass_row,
-    mass_head, pos_layer, pos_row, pos_head, NOWHERE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_mass,
+    p_pos,
+    p_held,
+    p_known,
+    p_score,
+    p_at,
+    p_out,
+    n,
+    rows,
+    heads,
+    entries,
+    width,
+    mass_layer,
+    mass_row,
+    mass_head,
+    pos_layer,
+    pos_row,
+    pos_head,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64)
-    i_layer, i_n, i_head = i // (n * heads), i // heads % n, i % heads
+    i_layer = i // (n * heads)
+    i_n = i // heads % n
+    i_head = i % heads
     own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_own = own < width
     m_in = m_own & (own < tl.load(p_held + i))
@@ -37,32 +56,42 @@ def _accumulate(
         _, unit = unit_of(i, n, rows, heads, p_at)
         p_known += unit * entries
         p_score += unit * entries
-        pos = tl.load(p_pos + i_layer * pos_layer + i_n * pos_row + i_head * pos_head + own, m_in, other=NOWHERE)
-        known, at = tl.load(p_known + own, m_in & (own < entries), other=NOWHERE), own
-        if tl.max(((known != pos) & m_in).to(tl.int32)) > 0:
-            at, end, left = tl.zeros_like(own), tl.zeros_like(own) + entries, entries
-            while left > 0:
-                middle = (at + end) // 2
-                m_less = (tl.load(p_known + middle, at < end, other=NOWHERE) < pos) & (at < end)
-                at, end = tl.where(m_less, middle + 1, at), tl.where(m_less, end, middle)
-                left //= 2
-            known = tl.load(p_known + at, at < entries, other=NOWHERE)
-        old = tl.load(p_score + at, m_in & (at < entries) & (known == pos), other=0.0)
-        mass = tl.load(p_mass + i_layer * mass_layer + i_n * mass_row + i_head * mass_head + own, m_in, other=0.0)
+        p_pos += i_layer * pos_layer + i_n * pos_row + i_head * pos_head
+        pos = tl.load(p_pos + own, m_in, other=NOWHERE)
+        at, known = find(p_known, pos, own, m_in & (own < entries), m_in, 0, entries)
+        m_found = m_in & (at < entries) & (known == pos)
+        old = tl.load(p_score + at, m_found, other=0.0)
+        p_mass += i_layer * mass_layer + i_n * mass_row + i_head * mass_head
+        mass = tl.load(p_mass + own, m_in, other=0.0)
         total = old + mass
     tl.store(p_out + i * width + own, tl.where(m_in, total, 0.0), m_own)
 
 
 def accumulate(mass: Tensor, pos: Tensor, held: Tensor, known: tuple[Tensor, Tensor], at: Tensor) -> Tensor:
     """The scores of all tokens, as `minithink/ref/accumulate.py` describes them."""
-    width, entries = pos.shape[-1], known[0].shape[-1]
+    width = pos.shape[-1]
+    rows, heads, entries = known[0].shape[1:]
     out = torch.empty(pos.shape, dtype=torch.float32, device=pos.device)
     if out.numel():
-        mass, pos = (x if x.stride(-1) == 1 or width < 2 else x.contiguous() for x in (mass, pos))
+        mass = with_dense_columns(mass)
+        pos = with_dense_columns(pos)
         _accumulate[(held.numel(), triton.cdiv(width, BLOCK))](
-            mass, pos, held.contiguous(), *known, at, out, len(at), known[0].shape[1], held.shape[2], entries, width,
-            *mass.stride()[:3], *pos.stride()[:3], NOWHERE=NOWHERE, BLOCK=BLOCK, num_warps=WARPS,
-        )  # fmt: skip
+            mass,
+            pos,
+            held.contiguous(),
+            *known,
+            at,
+            out,
+            len(at),
+            rows,
+            heads,
+            entries,
+            width,
+            *mass.stride()[:3],
+            *pos.stride()[:3],
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return out
 
 
@@ -71,4 +100,4 @@ def variants() -> Iterator[Variant]:
     signature = {name: "*i32" for name in names if name.startswith("p_")}
     signature |= {"p_mass": "*fp32", "p_score": "*fp32", "p_out": "*fp32", "p_at": "*i64"}
     signature |= {name: "i32" for name in names if name[0].islower() and name not in signature}
-    yield Variant(_accumulate, signature, {"NOWHERE": NOWHERE, "BLOCK": BLOCK}, {"num_warps": WARPS})
+    yield Variant(_accumulate, signature, {"BLOCK": BLOCK}, {"num_warps": WARPS})

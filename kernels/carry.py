@@ -15,20 +15,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant, unit_of
+from minithink.kernels._common import Variant, unit_of, with_dense_columns
+from minithink.kernels._entries import NOWHERE
 
 BLOCK = 512  # columns at a time
 WARPS = 4
-NOWHERE = 2**31 - 1  # the position in an empty entry
 
 
 @triton.jit
 def _carry(
-    p_score, p_pos, p_stay, p_known, p_kept, p_at, p_active, n, rows, heads, entries, width, pos_layer, pos_row,
-    pos_head, NOWHERE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_score,
+    p_pos,
+    p_stay,
+    p_known,
+    p_kept,
+    p_at,
+    p_active,
+    n,
+    rows,
+    heads,
+    entries,
+    width,
+    pos_layer,
+    pos_row,
+    pos_head,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64)
-    i_layer, i_n, i_head = i // (n * heads), i // heads % n, i % heads
+    i_layer = i // (n * heads)
+    i_n = i // heads % n
+    i_head = i % heads
     if tl.load(p_active + i_n) != 0:
         _, unit = unit_of(i, n, rows, heads, p_at)
         p_pos += i_layer * pos_layer + i_n * pos_row + i_head * pos_head
@@ -45,6 +61,7 @@ def _carry(
             tl.store(p_known + entry, tl.load(p_pos + own, m_stay, other=NOWHERE), m_stay)
             tl.store(p_kept + entry, tl.load(p_score + own, m_stay, other=0.0), m_stay)
             written += tl.sum(stay)
+        # The entries behind the last token become empty.
         for start in range(0, entries, BLOCK):
             own = start + tl.arange(0, BLOCK)
             m_behind = (own >= written) & (own < entries)
@@ -52,19 +69,29 @@ def _carry(
             tl.store(p_kept + own, tl.zeros([BLOCK], tl.float32), m_behind)
 
 
-def carry(
-    score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor
-) -> None:  # fmt: skip
+def carry(score: Tensor, pos: Tensor, stay: Tensor, known: tuple[Tensor, Tensor], at: Tensor, active: Tensor) -> None:
     """Keep positions and scores of the tokens that stay, as `minithink/ref/carry.py` describes it."""
-    entries, width = known[0].shape[-1], pos.shape[-1]
+    rows, heads, entries = known[0].shape[1:]
+    width = pos.shape[-1]
     lanes = pos.shape[0] * pos.shape[1] * pos.shape[2]
     if lanes and entries:
-        pos = pos if pos.stride(-1) == 1 or width < 2 else pos.contiguous()
+        pos = with_dense_columns(pos)
         _carry[(lanes,)](
-            score.contiguous(), pos, stay.contiguous().view(torch.uint8), *known, at, active.view(torch.uint8),
-            len(at), known[0].shape[1], pos.shape[2], entries, width, *pos.stride()[:3], NOWHERE=NOWHERE, BLOCK=BLOCK,
+            score.contiguous(),
+            pos,
+            stay.contiguous().view(torch.uint8),
+            *known,
+            at,
+            active.view(torch.uint8),
+            len(at),
+            rows,
+            heads,
+            entries,
+            width,
+            *pos.stride()[:3],
+            BLOCK=BLOCK,
             num_warps=WARPS,
-        )  # fmt: skip
+        )
 
 
 def variants() -> Iterator[Variant]:
@@ -72,4 +99,4 @@ def variants() -> Iterator[Variant]:
     signature = {name: "*i32" for name in names if name.startswith("p_")}
     signature |= {"p_score": "*fp32", "p_kept": "*fp32", "p_stay": "*u8", "p_active": "*u8", "p_at": "*i64"}
     signature |= {name: "i32" for name in names if name[0].islower() and name not in signature}
-    yield Variant(_carry, signature, {"NOWHERE": NOWHERE, "BLOCK": BLOCK}, {"num_warps": WARPS})
+    yield Variant(_carry, signature, {"BLOCK": BLOCK}, {"num_warps": WARPS})
