@@ -36,7 +36,7 @@ from minithink.model import Decoder
 from minithink.policies import POLICIES, check_numbers, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
-from minithink.sequence import Chunk, Result, Track
+from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.stream import Stream, prompts_at_once
 from minithink.text.chat import start_child
 from minithink.text.tokenizer import Tokenizer
@@ -47,6 +47,7 @@ MAX_ROWS = 65_536  # sequences at once, whatever the caller gives: more than any
 MAX_SEQUENCES = 1_000_000  # of one call
 MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
 CACHES = ("auto", "paged", "plain")
+PROMPT_TOKENS = 32  # of a text whose loss is taken, if the caller does not say
 OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
 
 Prompt = str | Sequence[int]
@@ -249,10 +250,8 @@ class Engine:
             UsageError: an argument makes no sense, or a prompt is empty or too long.
             MinithinkError: the keys and values would not fit into the memory.
         """
-        chosen = self._policy(policy, budget, schedule)
         _check_cache(cache, recorder)
-        if chosen is None and (cache != "auto" or self.loaded.captures or recorder is not None):
-            chosen = Full()  # the full cache as a policy: managers, kernels and recorders need one
+        chosen = self._for_cache(self._policy(policy, budget, schedule), cache, recorder)
         drawing = self._drawing(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         params = SamplingParams(seed=seed, **drawing)
         wanted = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -265,9 +264,7 @@ class Engine:
             for prompt in ids:
                 check_budget(chosen, len(prompt))
             self.check_draws(chosen, {**drawing, "seed": seed, "num_samples": num_samples}, ids)
-        plain = cache == "plain"
-        if cache == "auto" and chosen is not None and recorder is None and not fixed:
-            plain = self._plain_fits(sequences, batch_size, chosen)
+        plain = recorder is None and self._is_plain(cache, sequences, batch_size, chosen, fixed)
         if wanted is None:
             self._cap(sequences, batch_size, chosen, plain)
         stream = Stream(
@@ -284,7 +281,96 @@ class Engine:
         stream.stop_loops = stop_loops
         return stream
 
+    def loss(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        policy: str | Policy | None = None,
+        budget: int | float | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
+        **options: Any,
+    ) -> list[Loss]:
+        """Read texts under a policy, and keep the loss of every token after the prompt; all as in `reading`.
+
+        Returns:
+            A Loss for every text, in their order.
+
+        Raises:
+            MinithinkError: the logits of a text are not finite, and why.
+        """
+        stream = self.reading(texts, policy, budget, prompt_tokens, **options)
+        stream.tolerant = False
+        for _ in stream.steps():
+            pass
+        return stream.losses
+
+    def reading(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        policy: str | Policy | None = None,
+        budget: int | float | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
+        *,
+        schedule: str | None = None,
+        batch_size: int | None = None,
+        fixed: bool = False,
+        cache: str = "auto",
+    ) -> Stream:
+        """A stream that reads texts token by token: iterate over its `steps()`, then read its `losses`.
+
+        The prompt is read at once. Every token behind it is fed as if it had been generated, and the policy evicts
+        as it would then. The loss of a token is −log p of it, given what the cache holds of the tokens before. Stop
+        ids mean nothing. The last token is not fed, as in a generation.
+
+        Args:
+            texts: a text, several texts, or several lists of token ids. There is no chat template.
+            policy: as in `stream`; None: everything stays.
+            budget: tokens that the policy may keep, or below 1 a share of each text's length, the prompt included.
+            prompt_tokens: the first tokens of every text are its prompt.
+            schedule, batch_size, fixed, cache: as in `stream`.
+
+        Raises:
+            UsageError: an argument makes no sense; a text is empty, has no token behind the prompt, or is longer
+                than the context.
+            MinithinkError: the keys and values would not fit into the memory.
+        """
+        _check_counts(prompt_tokens=prompt_tokens, batch_size=batch_size)
+        _check_cache(cache)
+        ids = [self.text_ids(text, f"Text {index}") for index, text in enumerate(_as_list(texts))]
+        for index, text in enumerate(ids):
+            check_text(f"Text {index}", len(text), prompt_tokens, self.config.max_position)
+        own: list[int | None] = [share_of(budget, len(text)) for text in ids]
+        most = budget if not isinstance(budget, float) else max(n for n in own if n is not None)
+        chosen = self._for_cache(self._policy(policy, most, schedule), cache)
+        sequences = _texts_apart(ids, prompt_tokens, own)
+        if chosen is not None:
+            _refuse_recorded(chosen)
+            for s in sequences:
+                check_budget(chosen, prompt_tokens, s.budget)
+        plain = self._is_plain(cache, sequences, batch_size, chosen, fixed)
+        return Stream(
+            self.loaded,
+            sequences,
+            SamplingParams(),
+            batch_size=self._fit(sequences, batch_size, chosen, fixed, plain),
+            stop=(),
+            policy=chosen,
+            fixed=fixed,
+            plain=plain,
+        )
+
+    def text_ids(self, text: Prompt, name: str = "The text") -> list[int]:
+        """The token ids of a text that is read as it is. UsageError: it is empty, or holds no valid id or text."""
+        if len(text) == 0:
+            raise UsageError(f"{name} is empty: give one with some words.")
+        return self.prompt_ids(text, chat=False)
+
     # -- what `stream` makes of its arguments
+
+    def _for_cache(self, policy: Policy | None, cache: str, recorder: Recorder | None = None) -> Policy | None:
+        """The policy, or the full cache as a policy where there is none: managers, kernels and recorders need one."""
+        if policy is None and (cache != "auto" or self.loaded.captures or recorder is not None):
+            return Full()
+        return policy
 
     def _drawing(self, **given: float | None) -> dict[str, Any]:
         """How tokens are drawn, but the seed: what is given, and what is None as the checkpoint recommends it."""
@@ -439,6 +525,19 @@ class Engine:
             return room, "context"
         return wanted, "length"
 
+    def _is_plain(
+        self,
+        cache: str,
+        sequences: list[Track],
+        batch_size: int | None,
+        policy: Policy | None,
+        fixed: bool,
+    ) -> bool:
+        """Whether the plain manager holds keys and values. cache: as of `stream`."""
+        if cache == "auto" and policy is not None and not fixed:
+            return self._plain_fits(sequences, batch_size, policy)
+        return cache == "plain"
+
     def _plain_fits(self, sequences: list[Track], batch_size: int | None, policy: Policy) -> bool:
         """Whether the plain manager serves best: no kernels, and memory for numbers that are not packed."""
         if self.decoder.backend.name != "reference":
@@ -516,7 +615,56 @@ class Engine:
         )
 
 
-def _check_cache(cache: str, recorder: Recorder | None) -> None:
+def check_text(name: str, tokens: int, prompt_tokens: int, context: int) -> None:
+    """UsageError: so many tokens of a text leave none to foretell, or are more than the context holds."""
+    if tokens <= prompt_tokens:
+        raise UsageError(
+            f"{name} has {tokens:,} tokens, of which the first {prompt_tokens:,} are the prompt: give a longer text, "
+            "or a shorter prompt."
+        )
+    if tokens > context:
+        raise UsageError(f"{name} has {tokens:,} tokens and the context holds {context:,}: shorten it.")
+
+
+def share_of(budget: int | float | None, length: int) -> int | None:
+    """Tokens of a budget that is a share of a text of this length, its prompt included; None: it is no share.
+    UsageError: it is no number between 0 and 1."""
+    if not isinstance(budget, float):
+        return None
+    if not 0 < budget < 1:
+        raise UsageError(f"The budget is {budget}: give whole tokens, or a share between 0 and 1.")
+    return max(1, round(budget * length))
+
+
+def _texts_apart(texts: Sequence[list[int]], prompt_tokens: int, budgets: Sequence[int | None]) -> list[Track]:
+    """A sequence for each text: the prompt, and the tokens behind it."""
+    sequences = []
+    for index, text in enumerate(texts):
+        track = Track(
+            number=index,
+            prompt_index=index,
+            sample=0,
+            prompt=text[:prompt_tokens],
+            limit=len(text) - prompt_tokens,
+            limit_reason="length",
+            budget=budgets[index],
+            text=text[prompt_tokens:],
+        )
+        sequences.append(track)
+    return sequences
+
+
+def _refuse_recorded(policy: Policy) -> None:
+    """UsageError: the policy foresees texts that the model has generated, and a given text is none."""
+    for member in members(policy):
+        if member.calibration == files.FORESIGHT:
+            raise UsageError(
+                f"{member.name} foresees recorded texts of the model's own, and given texts are none: name another "
+                "policy."
+            )
+
+
+def _check_cache(cache: str, recorder: Recorder | None = None) -> None:
     """UsageError: there is no such cache, or it cannot be recorded."""
     if cache not in CACHES:
         raise UsageError(f"The cache {quoted(cache)} is unknown; {alternatives(cache, CACHES)}.")
@@ -524,9 +672,9 @@ def _check_cache(cache: str, recorder: Recorder | None) -> None:
         raise UsageError("A recorder listens to pages: drop --trace, or --cache plain.")
 
 
-def _check_counts(*, max_new_tokens: int | None, num_samples: int, batch_size: int | None) -> None:
+def _check_counts(*, batch_size: int | None, **counts: int | None) -> None:
     """UsageError: one of them is no whole number of at least 1, or the batch is too large."""
-    counts = {"max_new_tokens": max_new_tokens, "num_samples": num_samples, "batch_size": batch_size}
+    counts["batch_size"] = batch_size
     for name, value in counts.items():
         if value is not None and (not is_whole(value) or value < 1):
             raise UsageError(f"{name} is {quoted(value)}; it must be a whole number and at least 1.")

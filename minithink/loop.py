@@ -28,6 +28,7 @@ A graph is captured when it is first needed. It holds for
     a width of the lists     one of few that the lanes fit into (`fit_columns`); it decides the grid of attention
     the formats in use       of the tokens that the lanes hold
     the observations         a policy that demands attention every 128 tokens pays for it in 1 of 128 steps
+    a given text             its next token is compared with the logits instead of one being drawn: a loss, float32
 
 The host reads four things of a step: the drawn tokens, the rows that are due, the segments that began, and whether
 the pool was too small.
@@ -49,6 +50,7 @@ from minithink.kv.contract import Demand
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder
 from minithink.sampling import Sampler, SamplingParams, filter_logits, where_finite
+from minithink.sampling import losses as losses_of
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # rows of a graph; another size is all rows of the cache
 
@@ -62,6 +64,7 @@ class Key(NamedTuple):
     formats: frozenset[int]
     observed: tuple[Demand, ...]
     decides: bool  # decisions are captured, unless a trace is being written
+    compares: bool = False  # the texts are given: losses are written, and no token is drawn
 
 
 @contextmanager
@@ -134,6 +137,8 @@ class _Launched:
     batch: Batch  # on the host, without padding
     tells_due: bool  # as it was at the launch: a recorder may come or go before the step ends
     out: Tensor  # int64 [3n + 1]: tokens, rows that are due, segments that began, overflow
+    targets: list[int] | None = None  # the tokens that follow, if the texts are given
+    losses: Tensor | None = None  # float32 [n], on the device: of the targets
 
     def told(self) -> _Told:
         """Wait for the step, and read what it tells the host. Padding rows are left out."""
@@ -141,8 +146,10 @@ class _Launched:
         rows = len(self.out) // 3
         n = len(self.seqs)
         due = numbers[rows : rows + n]
+        losses = [] if self.losses is None else self.losses[:n].tolist()
         return _Told(
             drawn=numbers[:n],
+            losses=losses,
             due=due if self.tells_due else None,
             begun=numbers[2 * rows : 2 * rows + n],
             overflow=bool(numbers[-1]),
@@ -153,7 +160,8 @@ class _Launched:
 class _Told:
     """What the host reads of a step."""
 
-    drawn: list[int]  # the next token of each sequence
+    drawn: list[int]  # the next token of each sequence; means nothing if the texts are given
+    losses: list[float]  # of the next token of each sequence, if the texts are given
     due: list[int] | None  # whether each is due; None: the step does not tell
     begun: list[int]  # the type of the segment that began with each token
     overflow: bool  # whether the pool was too small
@@ -186,6 +194,7 @@ class DecodeLoop:
         self.steps: Graphs = {}
         self.decisions: Graphs = {}
         self.flushes: Graphs = {}
+        self._losses: Tensor | None = None  # float32 [rows]: graphs write losses there
         self._pool = None
         if self.captures and cache.device.type == "cuda":
             gc.collect()  # the graphs of earlier streams give their memory back before new ones take theirs
@@ -208,23 +217,39 @@ class DecodeLoop:
         """
         if self._launched is None:
             self.launch(seqs, tokens)
-        return self._finish(seqs, tokens)
+        return self._finish(seqs, tokens).drawn
+
+    def read(self, seqs: Sequence[int], tokens: Sequence[int], targets: Sequence[int]) -> list[float]:
+        """Feed every sequence its newest token, as `step` does → the loss of the token that follows in its text.
+
+        Args:
+            targets: the tokens that follow.
+
+        Returns:
+            −log p of each target in nats; NaN or ∞ where the logits are not finite. Raises: as `step`.
+        """
+        if self._launched is None:
+            self.launch(seqs, tokens, targets)
+        return self._finish(seqs, tokens, targets).losses
 
     @torch.inference_mode()
-    def launch(self, seqs: Sequence[int], tokens: Sequence[int]) -> None:
-        """Begin the next step and do not wait for it. `step` of the same sequences must follow; until then the cache
-        must not be used. Raises: Exhausted and UsageError as `step` does."""
+    def launch(self, seqs: Sequence[int], tokens: Sequence[int], targets: Sequence[int] | None = None) -> None:
+        """Begin the next step and do not wait for it. `step` or `read` of the same sequences must follow; until then
+        the cache must not be used. targets: as of `read`; None: `step` follows. Raises: Exhausted and UsageError as
+        `step` does."""
         if self._launched is not None:
             raise ValueError("a step is under way already: call step before the next launch")
         self.cache.prepare(seqs)
-        batch = self.cache.batch(seqs, tokens)
+        batch = self.cache.batch(seqs, tokens, targets)
         observed = self.cache.demands_due(seqs)
+        losses = None if targets is None else self._room_for_losses()
         out = self.run(
             self.steps,
-            lambda x, out: self._step(x, out, observed),
+            lambda x, out: self._step(x, out, observed, losses),
             batch,
             numbers=3,
             observed=observed,
+            compares=losses is not None,
             sizes=self.sizes,
             captured=self.captures,
         )
@@ -234,16 +259,26 @@ class DecodeLoop:
             batch=batch,
             tells_due=self.cache.tells_due,
             out=out,
+            targets=None if targets is None else list(targets),
+            losses=losses,
         )
 
+    def _room_for_losses(self) -> Tensor:
+        """Where a step writes its losses: float32 [rows]. Graphs keep the address, so there is one."""
+        if self._losses is None:
+            self._losses = torch.zeros(self.cache.shape.rows, device=self.cache.device)
+        return self._losses
+
     @torch.inference_mode()
-    def _finish(self, seqs: Sequence[int], tokens: Sequence[int]) -> list[int]:
-        """Wait for the step that was launched, and let the policy act."""
+    def _finish(self, seqs: Sequence[int], tokens: Sequence[int], targets: Sequence[int] | None = None) -> _Told:
+        """Wait for the step that was launched, and let the policy act → what the step told."""
         cache = self.cache
         launched = self._launched
         assert launched is not None
         if launched.seqs != list(seqs) or launched.tokens != list(tokens):
             raise ValueError(f"the step under way feeds other tokens than {list(tokens)} of sequences {list(seqs)}")
+        if launched.targets != (None if targets is None else list(targets)):
+            raise ValueError(f"the step under way has the targets {launched.targets}, not {targets}")
         self._launched = None
         told = launched.told()
         cache.advance(seqs, tokens, told.begun, told.overflow)
@@ -254,7 +289,7 @@ class DecodeLoop:
         if full is not None:
             self.run(self.flushes, lambda x, _: cache.flush(x), full, captured=cache.captures_flushes)
         cache.close(seqs, tokens)
-        return told.drawn
+        return told
 
     def draw(self, logits: Tensor, sequence: Tensor, position: Tensor) -> Tensor:
         """Draw the next token of every row, as `sampling.sample` does.
@@ -276,13 +311,21 @@ class DecodeLoop:
             drawn = self.decoder.backend.gumbel_argmax(x, self.params.seed, sequence, position)
         return where_finite(drawn, logits)
 
-    def _step(self, batch: Batch, out: Tensor, observed: Sequence[Demand]) -> None:
-        """One token of every active row. out: int64 [3N + 1], see `_Launched`."""
+    def _step(self, batch: Batch, out: Tensor, observed: Sequence[Demand], losses: Tensor | None) -> None:
+        """One token of every active row.
+
+        Args:
+            out: int64 [3N + 1], see `_Launched`.
+            losses: float32 [rows], where the losses of the targets go; None: the next tokens are drawn.
+        """
         cache = self.cache
         n = len(batch)
         cache.begin(batch, observed)
         logits = self.decoder.logits(self.decoder(batch.token, cache))
-        out[:n].copy_(self.draw(logits, batch.sequence, batch.length))
+        if losses is None:
+            out[:n].copy_(self.draw(logits, batch.sequence, batch.length))
+        else:
+            losses[:n].copy_(losses_of(logits, batch.target))
         if cache.tells_due:
             out[n : 2 * n].copy_(cache.due(batch))
         cache.tell(batch, out[2 * n :])
@@ -296,6 +339,7 @@ class DecodeLoop:
         *,
         captured: bool,
         observed: tuple[Demand, ...] = (),
+        compares: bool = False,
         sizes: Sequence[int] = SIZES,
     ) -> Tensor:
         """Run one part of a step: call it, or replay its graph. A graph that is missing is captured first.
@@ -307,6 +351,7 @@ class DecodeLoop:
             numbers: numbers that `out` has for each row; one more number follows them.
             captured: whether to replay a graph; then the batch is padded to one of the sizes.
             observed: the demands that the part observes; a graph holds for one set of them.
+            compares: whether the part writes losses of given texts.
             sizes: numbers of rows that graphs may have.
 
         Returns:
@@ -326,6 +371,7 @@ class DecodeLoop:
             formats=cache.formats_in_use,
             observed=observed,
             decides=cache.captures_decisions,
+            compares=compares,
         )
         if key not in graphs:
             out = torch.zeros(numbers * len(padded) + 1, dtype=torch.int64, device=cache.device)

@@ -152,6 +152,21 @@ def where_finite(token: Tensor, logits: Tensor) -> Tensor:
     return token.masked_fill(~largest.isfinite(), NO_TOKEN)
 
 
+def losses(logits: Tensor, target: Tensor) -> Tensor:
+    """The loss of each row's target, −log p in nats, at temperature 1 and without filters.
+
+    It asks the host nothing, so a CUDA graph can capture it.
+
+    Args:
+        logits: [B, V], any float dtype.
+        target: [B] int64.
+
+    Returns:
+        [B] float32; NaN or ∞ where the logits are not finite.
+    """
+    return torch.nn.functional.cross_entropy(logits.float(), target, reduction="none")
+
+
 class Sampler:
     """`sample` with the noise of each sequence's next positions drawn in blocks.
 

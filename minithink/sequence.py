@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import fsum
 from typing import NamedTuple
 
 from minithink.kv.ledger import Ledger, Told
@@ -58,6 +59,23 @@ class Result:
         return (self.generated_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
 
 
+@dataclass(frozen=True)
+class Loss:
+    """How well the model foretold one text, token by token, while a policy held its cache."""
+
+    token_ids: list[int]  # of the whole text
+    prompt_tokens: int  # the first ones, which were read at once
+    losses: list[float]  # −log p in nats of every token after the prompt
+    budget: int | None  # tokens that the policy might keep of this text; None: nothing limited it
+    kv_tokens: int  # tokens that the fullest lane held at the end; all but the last one were fed
+    kv_bytes: int  # held in the cache at the end
+
+    @property
+    def mean(self) -> float:
+        """The mean loss of a token."""
+        return fsum(self.losses) / len(self.losses)
+
+
 @dataclass
 class Track:
     """One sequence of a stream, and its state."""
@@ -69,7 +87,9 @@ class Track:
     limit: int  # tokens that are generated at most
     limit_reason: str  # the finish_reason of a sequence that reaches the limit
     budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
-    tokens: list[int] = field(default_factory=list)  # generated
+    text: list[int] | None = None  # the tokens after the prompt, if they are given; None: they are drawn
+    tokens: list[int] = field(default_factory=list)  # generated, or read of the text
+    losses: list[float] = field(default_factory=list)  # of these tokens, in nats, if the text is given
     finish_reason: str = ""  # "" while it runs
     kv: Ledger = field(default_factory=Ledger)
     kv_tokens: int = 0

@@ -3,11 +3,15 @@
 Every decode step feeds one token of each running sequence to the decoder, as one flat row. So sequences need no
 common length and no padding. A sequence that ends makes room for the next one of the queue. `loop.py` has the steps
 under a policy.
+
+A sequence's tokens are drawn, or they are those of a text that is given (`Track.text`). A given text is fed as if it
+had been drawn, and the loss of each of its tokens is kept.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +34,8 @@ from minithink.kv.recorder import Recorder
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.reread import diagnosis
-from minithink.sampling import NO_TOKEN, Sampler, SamplingParams
-from minithink.sequence import Chunk, Result, Track
+from minithink.sampling import NO_TOKEN, Sampler, SamplingParams, losses
+from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.text.looped import looped
 from minithink.text.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
 
@@ -63,6 +67,7 @@ class Stream:
     ) -> None:
         """
         Args:
+            sequences: all with texts that are given, or none.
             fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream).
             plain: the policy runs on the plain manager (`kv/plain.py`), not on pages.
         """
@@ -70,7 +75,9 @@ class Stream:
         self.sequences = sequences
         self.batch_size = batch_size
         self.fixed = fixed
-        self.stop_ids = loaded.stop_ids | {s for s in stop if isinstance(s, int)}
+        self._reads = any(s.text is not None for s in sequences)
+        # A text that is given has no token that ends it.
+        self.stop_ids = frozenset() if self._reads else loaded.stop_ids | {s for s in stop if isinstance(s, int)}
         self.stop_texts = tuple(s for s in stop if isinstance(s, str) and s)
         self.sampler = Sampler(params, loaded.config.vocab_size, loaded.device)
         self._policy = policy
@@ -207,6 +214,23 @@ class Stream:
         return self._result(min(self.sequences, key=_number))
 
     @property
+    def losses(self) -> list[Loss]:
+        """Of texts that were given, and read to their ends: their losses, in the order of their numbers."""
+        found = []
+        for s in sorted(self.sequences, key=_number):
+            found.append(
+                Loss(
+                    token_ids=[*s.prompt, *s.tokens],
+                    prompt_tokens=len(s.prompt),
+                    losses=list(s.losses),
+                    budget=self.budget if s.budget is None else s.budget,
+                    kv_tokens=s.kv_tokens,
+                    kv_bytes=s.kv.held,
+                )
+            )
+        return found
+
+    @property
     def budget(self) -> int | None:
         """Tokens that the policy keeps: the smallest budget or cap of the cache; None: nothing limits it."""
         if self._policy is None:
@@ -263,8 +287,9 @@ class Stream:
         """Begin the next step of these sequences, if the loop replays graphs (without them it is the whole step). An
         error is dropped here: the step raises it again when it is due."""
         if self._loop is not None and self._loop.captures:
+            targets = _targets(sequences) if self._reads else None
             with suppress(Exception):
-                self._loop.launch(_numbers(sequences), _newest(sequences))
+                self._loop.launch(_numbers(sequences), _newest(sequences), targets)
 
     def _advance(self, sequences: list[Track]) -> None:
         """Give each sequence one more token. Either all of them decode, or all are new."""
@@ -281,7 +306,9 @@ class Stream:
                 raise
 
     def _next_tokens(self, sequences: list[Track]) -> list[int]:
-        """Run the model once, and draw a token for each sequence."""
+        """Run the model once, and draw a token for each sequence, or read the next one of its text."""
+        if self._reads:
+            return self._read_next(sequences)
         if not sequences[0].tokens:
             return self._draw_first(sequences, self._prefill(sequences))
         if self._loop is not None:
@@ -362,6 +389,28 @@ class Stream:
         positions = [len(s.prompt) + len(s.tokens) for s in sequences]
         drawn: list[int] = self.sampler.sample(logits, _numbers(sequences), positions).tolist()
         return drawn
+
+    # -- reading a text that is given
+
+    def _read_next(self, sequences: list[Track]) -> list[int]:
+        """Run the model once, and compare its logits with the next token of each text → these tokens; NO_TOKEN where
+        a loss is not finite."""
+        targets = _targets(sequences)
+        first = not sequences[0].tokens
+        if self._loop is not None and not first:
+            found = self._loop.read(_numbers(sequences), _newest(sequences), targets)
+        else:
+            logits = self._prefill(sequences) if first else self._decode(sequences)
+            target = torch.tensor(targets, device=logits.device)
+            found = losses(logits[: len(sequences)], target).tolist()
+        read = []
+        for s, token, loss in zip(sequences, targets, found, strict=True):
+            if math.isfinite(loss):
+                s.losses.append(loss)
+                read.append(token)
+            else:
+                read.append(NO_TOKEN)
+        return read
 
     # -- after a step
 
@@ -477,6 +526,11 @@ def _numbers(sequences: Sequence[Track]) -> list[int]:
 def _newest(sequences: Sequence[Track]) -> list[int]:
     """The newest token of each sequence."""
     return [s.tokens[-1] for s in sequences]
+
+
+def _targets(sequences: Sequence[Track]) -> list[int]:
+    """The next token of each text that is given."""
+    return [s.text[len(s.tokens)] for s in sequences if s.text is not None]
 
 
 def _tokens(sequences: Sequence[Track]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-FIELDS = ("row", "active", "length", "prompt", "thinking", "token", "waiting", "sequence")
+FIELDS = ("row", "active", "length", "prompt", "thinking", "token", "waiting", "sequence", "target")
 ROW = FIELDS.index("row")
 ACTIVE = FIELDS.index("active")
 LENGTH = FIELDS.index("length")
@@ -21,6 +21,7 @@ THINKING = FIELDS.index("thinking")
 TOKEN = FIELDS.index("token")
 WAITING = FIELDS.index("waiting")
 SEQUENCE = FIELDS.index("sequence")
+TARGET = FIELDS.index("target")
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,8 @@ class Batch:
     def sequence(self) -> Tensor:
         """Number of the sequence, which decides its draws: int64 [N]."""
         return self.values[SEQUENCE]
+
+    @property
+    def target(self) -> Tensor:
+        """The token that follows the step's token, if the text is given: int64 [N]. Without a given text it is 0."""
+        return self.values[TARGET]

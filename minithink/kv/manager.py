@@ -274,13 +274,14 @@ class KVManager:
 
     # -- the rows of a step
 
-    def batch(self, seqs: Sequence[int], tokens: Sequence[int]) -> Batch:
-        """The batch of a step that feeds these tokens, on the host."""
+    def batch(self, seqs: Sequence[int], tokens: Sequence[int], targets: Sequence[int] | None = None) -> Batch:
+        """The batch of a step that feeds these tokens, on the host. targets: the tokens that follow in given texts;
+        None: they are drawn."""
         group = self.sequences.of(seqs)
         waiting = None
         if self.store.storage.buffer:
             waiting = [self.store.waiting[row] for row in group.rows]
-        return self.sequences.batch(group, tokens, waiting)
+        return self.sequences.batch(group, tokens, waiting, targets)
 
     def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
         """The batch, and behind it other rows as padding."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minithink.kv.batch import ACTIVE, FIELDS, LENGTH, PROMPT, ROW, SEQUENCE, THINKING, TOKEN, WAITING, Batch
+from minithink.kv.batch import ACTIVE, FIELDS, LENGTH, PROMPT, ROW, SEQUENCE, TARGET, THINKING, TOKEN, WAITING, Batch
 
 
 @dataclass
@@ -165,12 +165,19 @@ class Sequences:
 
     # -- batches
 
-    def batch(self, group: Group, tokens: Sequence[int], waiting: Sequence[int] | None) -> Batch:
+    def batch(
+        self,
+        group: Group,
+        tokens: Sequence[int],
+        waiting: Sequence[int] | None,
+        targets: Sequence[int] | None = None,
+    ) -> Batch:
         """The batch of a step that feeds these tokens.
 
         Args:
             tokens: one for each sequence of the group.
             waiting: tokens in each row's full-precision buffer; None: there are no buffers.
+            targets: the tokens that follow in given texts; None: they are drawn.
         """
         values = group.constant.copy()
         values[LENGTH] = [known.length + 1 for known in group.known]
@@ -178,6 +185,8 @@ class Sequences:
         values[TOKEN] = tokens
         if waiting is not None:
             values[WAITING] = waiting
+        if targets is not None:
+            values[TARGET] = targets
         return Batch(torch.from_numpy(values), group.whole)
 
     def everybody(self, batch: Batch) -> Batch:

@@ -79,7 +79,7 @@ def make(decoder: Decoder, policy: Policy | str, **options: Any) -> KVManager:
 
 def tensor_of(states: Sequence[Sequence[int]], idle: Iterable[int], order: Tensor | None = None) -> Batch:
     """States as a batch, with those of idle rows, which may be anything but active."""
-    rows = [*states, *((row, 0, 3, 2, 1, IDLE, 0, 0) for row in idle)]
+    rows = [*states, *((row, 0, 3, 2, 1, IDLE, 0, 0, 0) for row in idle)]
     return Batch(torch.tensor(rows)[slice(None) if order is None else order].t().contiguous())
 
 
@@ -288,12 +288,12 @@ def test_state_after() -> None:
         feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
     assert len(state_after(manager, 4, 1)) == len(FIELDS)
     # a text that never opened the think stage counts as thinking
-    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 1, 1, 0, 4)
-    assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN, 0, 4)
-    assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE, 0, 6)
+    assert state_after(manager, 4, 1) == (0, 1, 4, 3, 1, 1, 0, 4, 0)
+    assert state_after(manager, 4, OPEN) == (0, 1, 4, 3, 1, OPEN, 0, 4, 0)
+    assert state_after(manager, 6, CLOSE) == (1, 1, 6, 5, 0, CLOSE, 0, 6, 0)
     feed_batch(decoder, manager, {6: CLOSE})
-    assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2, 0, 6)
-    assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN, 0, 6)
+    assert state_after(manager, 6, 2) == (1, 1, 7, 5, 0, 2, 0, 6, 0)
+    assert state_after(manager, 6, OPEN) == (1, 1, 7, 5, 1, OPEN, 0, 6, 0)
 
 
 # -- whose decisions are captured
