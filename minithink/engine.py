@@ -20,6 +20,7 @@ import torch
 from minithink.backend import choose, device_of
 from minithink.checkpoint import calibration as files
 from minithink.checkpoint import memory
+from minithink.checkpoint.adapter import adapter_of
 from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
@@ -61,6 +62,7 @@ def load(
     dtype: str = "auto",
     backend: str = "auto",
     calibration: str | Path | None = None,
+    adapter: str | Path | None = None,
 ) -> Engine:
     """Load a checkpoint: a folder, a Hugging Face model id, or the embedded model ("tiny").
 
@@ -70,11 +72,15 @@ def load(
         device: auto (CUDA, then MPS, then CPU), cpu, cuda, cuda:1, … or mps.
         dtype: float32, float16, bfloat16, or auto: the checkpoint's own on CUDA, float32 elsewhere.
         backend: auto, reference or triton.
-        calibration: folder of the files of `minithink.calibrate`, for policies that need them; None: the model's.
+        calibration: folder of the files of `minithink.calibrate`, for policies that need them; None: the adapter's,
+            or else the model's.
+        adapter: folder of a LoRA adapter in PEFT's format, which is merged into the weights
+            (`checkpoint/adapter.py`). If the tokenizer or the defaults for generation lie there, too, they are used.
 
     Raises:
         UsageError: an argument makes no sense here.
-        MinithinkError: the checkpoint cannot be read, or does not fit into the memory.
+        MinithinkError: the checkpoint or the adapter cannot be read, they do not belong together, or the model does
+            not fit into the memory.
     """
     where = device_of(device)
     ops = choose(backend, where)
@@ -82,7 +88,9 @@ def load(
     embedded = path_or_id in (None, "tiny")
     folder = _folder(path_or_id, revision)
     config = ModelConfig.from_folder(folder)
-    tokenizer = Tokenizer.from_folder(folder)
+    merged = adapter_of(adapter, config)
+    own = folder if merged is None else merged.folder  # its files win
+    tokenizer = Tokenizer.from_folder(_with(own, "tokenizer.json", folder))
     if tokenizer.vocab_size > config.vocab_size:  # smaller is fine: vocabularies are padded to round numbers
         raise MinithinkError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
@@ -90,21 +98,33 @@ def load(
         )
     if tokenizer.chat_template is not None:
         start_child()  # it gets ready while the weights are read
-    defaults = GenerationConfig.from_folder(folder, config, tokenizer)
+    defaults = GenerationConfig.from_folder(_with(own, "generation_config.json", folder), config, tokenizer)
     memory.require_room(config, number_type, where)
     home = Home(
         folder=folder,
-        calibration=folder if calibration is None else Path(calibration),
+        calibration=own if calibration is None else Path(calibration),
         spoken="" if embedded else str(path_or_id),
+        adapter=merged,
     )
     try:
-        decoder = load_decoder(folder, device=where, dtype=number_type, backend=ops)
+        decoder = load_decoder(
+            folder,
+            device=where,
+            dtype=number_type,
+            backend=ops,
+            merge=None if merged is None else merged.merge,
+        )
         return Engine(decoder, tokenizer, defaults, home)
     except (RuntimeError, MemoryError) as error:
         if not memory.is_out_of_memory(error):
             raise
         fix = "--dtype bfloat16 or a smaller model" if number_type is torch.float32 else "a smaller model"
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
+
+
+def _with(first: Path, name: str, second: Path) -> Path:
+    """The first folder if it holds the file of that name, or else the second."""
+    return first if (first / name).exists() else second
 
 
 def _number_type(dtype: str, where: torch.device) -> torch.dtype | None:

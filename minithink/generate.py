@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     from minithink.engine import load
 
-    names = ("revision", "device", "dtype", "backend", "calibration")
+    names = ("revision", "device", "dtype", "backend", "calibration", "adapter")
     engine = load(args.model, **{name: getattr(args, name) for name in names})
     if args.threads is not None:
         import torch

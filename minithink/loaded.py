@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from minithink.checkpoint import calibration
+from minithink.checkpoint.adapter import Adapter, hash_of
 from minithink.errors import MinithinkError
 from minithink.model import Decoder, Rope
 from minithink.text.tokenizer import Tokenizer
@@ -20,11 +21,17 @@ from minithink.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Home:
-    """The folders of a model's files."""
+    """Where a model's files are."""
 
     folder: Path  # of its weights
     calibration: Path  # of the files of `minithink.calibrate`
     spoken: str = ""  # the model's name on the command line; "": it is the embedded one
+    adapter: Adapter | None = None  # what was merged into the weights
+
+    @property
+    def checkpoint(self) -> str:
+        """The hash of the weights, those of the adapter merged."""
+        return hash_of(self.folder, self.adapter)
 
 
 class Loaded:
@@ -77,7 +84,13 @@ class Loaded:
         """
         if self.home is None:
             raise MinithinkError(f"There is no {name} for this model, which has no folder: load it from one.")
-        values = calibration.read(self.home.calibration, name, self.home.folder, self.home.spoken)
+        values = calibration.read(
+            folder=self.home.calibration,
+            name=name,
+            model=self.home.folder,
+            spoken=self.home.spoken,
+            adapter=self.home.adapter,
+        )
         caution = calibration.caution(name, values)
         if caution:
             self.cautions.add(caution)

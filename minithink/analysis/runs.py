@@ -62,7 +62,7 @@ def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine,
     if args.limit > len(problems):
         print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
     problems = problems[: args.limit]
-    engine = load(args.model, device=args.device, backend="reference", dtype="float32")
+    engine = load(args.model, adapter=args.adapter, device=args.device, backend="reference", dtype="float32")
     if "layer" in args:
         args.layer = layer_of(engine.config.num_layers, args.layer)
     context = engine.config.max_position

@@ -14,7 +14,6 @@ from typing import Any
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.checkpoint.calibration import FORESIGHT
-from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
@@ -60,9 +59,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, write the texts."""
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     datasets = {name: load_dataset(name, args.split, args.limit) for name in args.dataset.split(",")}
-    engine = load(args.model, device=args.device, dtype=args.dtype)
+    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
-    path = (args.output or engine.loaded.home.folder) / FORESIGHT
+    path = (args.output or engine.loaded.home.calibration) / FORESIGHT
     if path.exists() and not args.replace:
         raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
     own = engine.generation_config
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),
         "backend": engine.decoder.backend.name,
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "checkpoint": engine.loaded.home.checkpoint,
     }
     result = record.new("foresight", argv, engine.device, program="minithink.calibrate")
     record.check(path)

@@ -31,7 +31,6 @@ from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
 from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.checkpoint.calibration import TARGETS, WEIGHTS
-from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, different, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
@@ -161,9 +160,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if len(set(names)) < len(names):
         raise UsageError(f"--dataset {args.dataset} names a dataset twice.")
     problems = problems_of(names, args.split, args.num_prompts, args.seed)
-    engine = load(args.model, device=args.device, dtype=args.dtype)
+    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
-    folder = args.output or engine.loaded.home.folder
+    folder = args.output or engine.loaded.home.calibration
     for target in args.targets:
         if (path := folder / file_of(target)).exists() and not args.replace:
             raise UsageError(f"{path} is there already: --replace makes it anew, --output FOLDER puts it elsewhere.")
@@ -181,7 +180,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     }
     recipe = Recipe(args.epochs, args.batch, args.micro, args.lr, args.seed)
     settings = {
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "checkpoint": engine.loaded.home.checkpoint,
         "dataset": args.dataset,
         "split": args.split,
         "num_prompts": args.num_prompts,

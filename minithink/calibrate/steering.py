@@ -33,7 +33,6 @@ from torch import Tensor
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import METADATA
-from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, location
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
@@ -73,16 +72,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         need_matplotlib()
     examples, args.split = load_examples(args)
-    engine = load(args.model, device=args.device, dtype=args.dtype)
+    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
-    folder = args.output or engine.loaded.home.folder
+    folder = args.output or engine.loaded.home.calibration
     if (folder / FILE).exists() and not args.replace:
         raise UsageError(
             f"{folder / FILE} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
         )
     drawn = drawing_of(engine, args)
     settings = {
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "checkpoint": engine.loaded.home.checkpoint,
         "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")},
         **drawn,

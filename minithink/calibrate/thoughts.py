@@ -26,7 +26,6 @@ from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
-from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
@@ -101,7 +100,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     policy = policy_of(args)
     examples, args.split = load_examples(args)
-    engine = load(args.model, device=args.device, dtype=args.dtype)
+    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
     if args.num_layers > engine.config.num_layers:
         raise UsageError(f"--num-layers {args.num_layers}: the model has {engine.config.num_layers}.")
@@ -109,7 +108,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for prompt in prompts[: args.compare]:
         check_budget(policy, len(prompt))
     engine.try_out(replace(policy, layers="0", thresholds="/".join(["0.5"] * (policy.types - 1))))
-    folder = args.output or engine.loaded.home.folder
+    folder = args.output or engine.loaded.home.calibration
     name = "thoughts.json" if args.thoughts == 3 else f"thoughts-{args.thoughts}.json"
     if (folder / name).exists() and not args.replace:
         raise UsageError(
@@ -198,7 +197,7 @@ def settings_of(
     assert engine.loaded.home is not None
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
-        "checkpoint": checkpoint_hash(engine.loaded.home.folder),
+        "checkpoint": engine.loaded.home.checkpoint,
         "control": "spectrum",  # modes are also counted in noise with this in common, see `noise_like`
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from minithink.checkpoint.weights import checkpoint_hash
+from minithink.checkpoint.adapter import Adapter, hash_of
 from minithink.errors import MinithinkError, UsageError, quoted, reason
 from minithink.results.files import read_bytes
 from minithink.sampling import DRAWS
@@ -42,7 +42,7 @@ VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/s
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
 
 
-def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, Any]:
+def read(folder: Path, name: str, model: Path, spoken: str = "", adapter: Adapter | None = None) -> dict[str, Any]:
     """What a calibration file holds: its JSON, and its tensors by name.
 
     Args:
@@ -50,6 +50,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         name: of the file.
         model: folder of the weights that it must be about.
         spoken: how the user names the model, for the command that makes the file; "": the embedded one.
+        adapter: what is merged into the weights; None: nothing.
 
     Raises:
         MinithinkError: there is no such file, it is about other weights, or it cannot be read as one.
@@ -57,7 +58,14 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
     path = folder / name
     if folder.exists() and not folder.is_dir():
         raise MinithinkError(f"--calibration {folder} is no folder: give that in which {name} lies.")
-    again = command(name, spoken, folder if folder != model else None, path.exists())
+    own = model if adapter is None else adapter.folder
+    again = command(
+        name,
+        spoken,
+        output=folder if folder != own else None,
+        there=path.exists(),
+        adapter=None if adapter is None else adapter.folder,
+    )
     try:
         values = _content(path)
     except FileNotFoundError:
@@ -66,9 +74,10 @@ def read(folder: Path, name: str, model: Path, spoken: str = "") -> dict[str, An
         raise MinithinkError(f"{path} cannot be read as a calibration ({reason(error)}); {again}.") from None
     if problem := wrong(values, name):
         raise MinithinkError(f"{path} is no calibration: {problem}; {again}.")
-    if values["checkpoint"] != (own := checkpoint_hash(model)):
+    weights = hash_of(model, adapter)
+    if values["checkpoint"] != weights:
         raise MinithinkError(
-            f"{path} was calibrated on the weights {values['checkpoint']}, and the model's are {own}; {again}."
+            f"{path} was calibrated on the weights {values['checkpoint']}, and the model's are {weights}; {again}."
         )
     found: dict[str, Any] = values
     if name == FORESIGHT:
@@ -165,12 +174,19 @@ def caution(name: str, values: dict[str, Any]) -> str:
     )
 
 
-def command(name: str, spoken: str = "", output: Path | None = None, there: bool = False) -> str:
+def command(
+    name: str,
+    spoken: str = "",
+    output: Path | None = None,
+    there: bool = False,
+    adapter: Path | None = None,
+) -> str:
     """The command that makes a file, which may be there, as part of a sentence."""
     if name not in COMMANDS:
         return "no command of this version makes it"
     words = ["python -m minithink.calibrate", COMMANDS[name]]
     words += [f"--model {spoken}"] if spoken else []
+    words += [f"--adapter {adapter}"] if adapter is not None else []
     words += [f"--output {output}"] if output is not None else []
     words += ["--replace"] if there else []
     return f"`{' '.join(words)}` makes it"

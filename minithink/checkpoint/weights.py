@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path, PureWindowsPath
@@ -61,6 +63,7 @@ QUANTIZED = re.compile(
     r"|weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state.*)|input_scale|biases)"
 )
 ADAPTER = re.compile(r".*\.(lora_.*|base_layer\..*|modules_to_save\..*)")
+FORMAT = {"format": "pt"}  # metadata of a file of weights
 ROWS = 1024  # of the vocabulary that are compared at once
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors format
 
@@ -100,12 +103,17 @@ def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
     return {name: view.detach() for name, view in out.items() if view is not None}
 
 
+Merge = Callable[[str, Tensor], Tensor]
+"""Name and stored value of a tensor → the value that the decoder gets, of the same shape. An adapter gives one."""
+
+
 def load_decoder(
     folder: str | Path,
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     backend: Backend = REFERENCE,
+    merge: Merge | None = None,
 ) -> Decoder:
     """A decoder with the weights of a checkpoint folder; its parameters require no gradient.
 
@@ -114,50 +122,19 @@ def load_decoder(
         device: where the parameters go.
         dtype: of the parameters; None: the checkpoint's own, the widest if its tensors differ.
         backend: the functions that the decoder calls.
+        merge: what changes the weights on their way; None: nothing does.
 
     Raises:
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
             If they only have another prefix than `model.`, they are read, and the config has a caution.
     """
-    folder = Path(folder)
-    config = ModelConfig.from_folder(folder)
-    stored = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
-    entries, prefix = _with_our_prefix(stored)
-    if prefix != MODEL:
-        caution = f"{folder}: the names of the tensors begin with {quoted(prefix)}, which is read as {MODEL!r}"
-        config = replace(config, cautions=(*config.cautions, caution))
+    stored = _stored(Path(folder))
     with torch.device("meta"):
-        shapes = {name: view.shape for name, view in tensors_of(Decoder(config)).items()}
-    if config.tie_embeddings and HEAD in entries:
-        if EMBED not in entries:
-            entries[EMBED] = entries.pop(HEAD)  # the one that is there is both
-        else:
-            shapes[HEAD] = shapes[EMBED]
-    _check(entries, shapes, config)
-    if config.tie_embeddings and HEAD in entries:
-        if _are_equal(entries[EMBED], entries[HEAD]):
-            del entries[HEAD]
-        else:
-            caution = (
-                f"{folder}: config.json ties the output head to the embeddings, and the file has another {HEAD}, "
-                "which is used, as in transformers"
-            )
-            config = replace(config, tie_embeddings=False, cautions=(*config.cautions, caution))
-
-    own = reduce(torch.promote_types, [entry.dtype for entry in entries.values()])
-    own = torch.float32 if own == torch.float64 else own
-    with torch.device("meta"):
-        decoder = Decoder(config, backend)
-    _allocate(decoder, dtype or own, device)
+        decoder = Decoder(stored.config, backend)
+    _allocate(decoder, dtype or stored.dtype, device)
     views = tensors_of(decoder)
-    for path in sorted({entry.path for entry in entries.values()}):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name, entry in entries.items():
-                    if entry.path == path:
-                        views[name].copy_(file.get_tensor(entry.name))
-        except (SafetensorError, OSError) as error:
-            raise MinithinkError(f"{path} cannot be read ({reason(error)}): download it again.") from None
+    for name, tensor in stored.tensors():
+        views[name].copy_(tensor if merge is None else merge(name, tensor))
     return decoder
 
 
@@ -170,6 +147,31 @@ def _allocate(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) 
         for name, parameter in list(module.named_parameters(recurse=False)):
             memory = torch.empty(parameter.shape, dtype=dtype, device=device)
             setattr(module, name, nn.Parameter(memory, requires_grad=False))
+
+
+def hash_of_merged(folder: str | Path, merge: Merge) -> str:
+    """What `checkpoint_hash` says of the merged weights, once `save_checkpoint` has written them in their own dtype
+    into one file. Nothing is written here: the bytes of that file are made and hashed tensor by tensor.
+
+    Args:
+        folder, merge: as in `load_decoder`.
+    """
+    stored = _stored(Path(folder))
+    sizes = {name: math.prod(entry.shape) * stored.dtype.itemsize for name, entry in stored.entries.items()}
+    spelling = next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
+    head: dict[str, Any] = {"__metadata__": FORMAT}
+    end = 0
+    for name in sorted(sizes):
+        begin = end
+        end += sizes[name]
+        head[name] = {"dtype": spelling, "shape": stored.entries[name].shape, "data_offsets": [begin, end]}
+    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256(struct.pack("<Q", len(text)) + text)
+    for name, tensor in stored.tensors(sorted(sizes)):
+        value = merge(name, tensor).to("cpu", stored.dtype).flatten()
+        digest.update(value.view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
 
 
 def save_checkpoint(
@@ -215,7 +217,7 @@ def save_checkpoint(
             for file, shard in zip(names, shards, strict=True):
                 # safetensors refuses tensors that share memory, so the tensors of one shard at a time are copied.
                 tensors = {n: _contiguous_copy(views[n], dtype) for n in shard}
-                save_file(tensors, temp / file, metadata={"format": "pt"})
+                save_file(tensors, temp / file, metadata=FORMAT)
                 open_to_others(temp / file)
             if of > 1:
                 _write_json(temp / INDEX, index)
@@ -276,7 +278,7 @@ def resolve(path_or_id: str, revision: str | None = None) -> Path:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One tensor of a checkpoint, as its file's header describes it."""
 
     name: str  # in the file
@@ -290,6 +292,60 @@ class _Entry:
 
     def __str__(self) -> str:
         return f"{self.path}: {named(self.name)}"
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The tensors of a checkpoint, which are exactly those of a decoder with its config."""
+
+    config: ModelConfig
+    entries: dict[str, Entry]  # by the names of `tensors_of`
+    dtype: torch.dtype  # the widest of them; float32 instead of float64
+
+    def tensors(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Names and stored values. names: the order; None: that of the files."""
+        with ExitStack() as stack:
+            files = dict[Path, Any]()
+            for name in self.entries if names is None else names:
+                entry = self.entries[name]
+                try:
+                    if entry.path not in files:
+                        files[entry.path] = stack.enter_context(safe_open(entry.path, framework="pt"))
+                    tensor = files[entry.path].get_tensor(entry.name)
+                except (SafetensorError, OSError) as error:
+                    raise MinithinkError(
+                        f"{entry.path} cannot be read ({reason(error)}): download it again."
+                    ) from None
+                yield name, tensor
+
+
+def _stored(folder: Path) -> _Stored:
+    """The tensors of a checkpoint folder, checked. MinithinkError: as in `load_decoder`."""
+    config = ModelConfig.from_folder(folder)
+    found = {name: entry for name, entry in _entries(folder).items() if not HARMLESS.fullmatch(name)}
+    entries, prefix = _with_our_prefix(found)
+    if prefix != MODEL:
+        caution = f"{folder}: the names of the tensors begin with {quoted(prefix)}, which is read as {MODEL!r}"
+        config = replace(config, cautions=(*config.cautions, caution))
+    with torch.device("meta"):
+        shapes = {name: view.shape for name, view in tensors_of(Decoder(config)).items()}
+    if config.tie_embeddings and HEAD in entries:
+        if EMBED not in entries:
+            entries[EMBED] = entries.pop(HEAD)  # the one that is there is both
+        else:
+            shapes[HEAD] = shapes[EMBED]
+    _check(entries, shapes, config)
+    if config.tie_embeddings and HEAD in entries:
+        if _are_equal(entries[EMBED], entries[HEAD]):
+            del entries[HEAD]
+        else:
+            caution = (
+                f"{folder}: config.json ties the output head to the embeddings, and the file has another {HEAD}, "
+                "which is used, as in transformers"
+            )
+            config = replace(config, tie_embeddings=False, cautions=(*config.cautions, caution))
+    own = reduce(torch.promote_types, [entry.dtype for entry in entries.values()])
+    return _Stored(config, entries, torch.float32 if own == torch.float64 else own)
 
 
 def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
@@ -322,11 +378,11 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _entries(folder: Path) -> dict[str, _Entry]:
+def _entries(folder: Path) -> dict[str, Entry]:
     """Every tensor of a checkpoint by name, from the headers of its files, which must agree with the index."""
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for path, expected in _weight_files(folder).items():
-        found = {entry.name: entry for entry in _header(path)}
+        found = {entry.name: entry for entry in header(path)}
         if expected is not None:
             for name in sorted(expected - found.keys()):
                 raise MinithinkError(f"{path} lacks {named(name)}, which {INDEX} puts into it: download it again.")
@@ -338,7 +394,7 @@ def _entries(folder: Path) -> dict[str, _Entry]:
     return entries
 
 
-def _header(path: Path) -> Iterator[_Entry]:
+def header(path: Path) -> Iterator[Entry]:
     """The tensors of one safetensors file: 8 bytes of header length, the header in JSON, then the numbers."""
     try:
         size = path.stat().st_size
@@ -362,13 +418,13 @@ def _header(path: Path) -> Iterator[_Entry]:
     for name, stored, shape, end in tensors:
         if end > size:
             raise MinithinkError(
-                f"{path} is truncated: it has {size} bytes, and {named(name)} {_spelled(shape)} ends at byte "
+                f"{path} is truncated: it has {size} bytes, and {named(name)} {spelled(shape)} ends at byte "
                 f"{quoted(end)}: download it again."
             )
-        yield _Entry(name, path, stored, shape)
+        yield Entry(name, path, stored, shape)
 
 
-def _with_our_prefix(entries: dict[str, _Entry]) -> tuple[dict[str, _Entry], str]:
+def _with_our_prefix(entries: dict[str, Entry]) -> tuple[dict[str, Entry], str]:
     """The tensors by the names that a decoder's have, and the prefix that they have instead of `model.`.
 
     A decoder that was taken out of another model or saved by a wrapper has another prefix, or none. It is found by
@@ -379,7 +435,7 @@ def _with_our_prefix(entries: dict[str, _Entry]) -> tuple[dict[str, _Entry], str
     prefix = found[0].removesuffix(suffix) if len(found) == 1 else MODEL
     if prefix == MODEL:
         return dict(entries), MODEL
-    out = dict[str, _Entry]()
+    out = dict[str, Entry]()
     for name, entry in entries.items():
         if name == HEAD or name.endswith(f".{HEAD}"):
             ours = HEAD
@@ -393,7 +449,7 @@ def _with_our_prefix(entries: dict[str, _Entry]) -> tuple[dict[str, _Entry], str
     return out, prefix
 
 
-def _check(entries: dict[str, _Entry], shapes: dict[str, torch.Size], config: ModelConfig) -> None:
+def _check(entries: dict[str, Entry], shapes: dict[str, torch.Size], config: ModelConfig) -> None:
     """Refuse a checkpoint whose tensors are not exactly those that the config calls for."""
     for name, entry in entries.items():
         if name not in shapes and QUANTIZED.fullmatch(name):
@@ -413,21 +469,21 @@ def _check(entries: dict[str, _Entry], shapes: dict[str, torch.Size], config: Mo
             )
         if name == EMBED and entry.shape[:1] != shape[:1]:
             raise MinithinkError(
-                f"{entry} has the shape {_spelled(entry.shape)}, and vocab_size is {shape[0]} in config.json: the "
+                f"{entry} has the shape {spelled(entry.shape)}, and vocab_size is {shape[0]} in config.json: the "
                 "two do not belong together."
             )
         if entry.shape != shape:
             raise MinithinkError(
-                f"{entry} has the shape {_spelled(entry.shape)}, and config.json calls for {list(shape)}."
+                f"{entry} has the shape {spelled(entry.shape)}, and config.json calls for {list(shape)}."
             )
     for name, entry in entries.items():
         if name not in shapes:
             raise MinithinkError(
-                f"{entry} {_spelled(entry.shape)} has no place in a {config.architecture} with this config.json."
+                f"{entry} {spelled(entry.shape)} has no place in a {config.architecture} with this config.json."
             )
 
 
-def _missing(name: str, shape: torch.Size, entries: dict[str, _Entry]) -> MinithinkError:
+def _missing(name: str, shape: torch.Size, entries: dict[str, Entry]) -> MinithinkError:
     """The error for a tensor that is missing."""
     paths = sorted({entry.path for entry in entries.values()})
     where = str(paths[0]) if paths else "The checkpoint"
@@ -447,11 +503,11 @@ def _missing(name: str, shape: torch.Size, entries: dict[str, _Entry]) -> Minith
     )
 
 
-def _spelled(shape: tuple[int, ...]) -> str:
+def spelled(shape: tuple[int, ...]) -> str:
     return quoted(list(shape))
 
 
-def _are_equal(one: _Entry, other: _Entry) -> bool:
+def _are_equal(one: Entry, other: Entry) -> bool:
     """Whether two tensors of one shape hold the same numbers."""
     try:
         with safe_open(one.path, framework="pt") as first, safe_open(other.path, framework="pt") as second:

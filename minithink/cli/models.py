@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import argparse
 
+from minithink.cli.commands import location
+
 
 def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
-    """Add --model. default: of `args.model`; None: the command must know whether the user named a model."""
+    """Add --model and --adapter.
+
+    default: of `args.model`; None: the command must know whether the user named a model.
+    """
     add = parser.add_argument
     add("--model", default=default, help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add(
+        "--adapter",
+        type=location,
+        metavar="FOLDER",
+        help="of a LoRA adapter in PEFT's format, which is merged into the model's weights",
+    )

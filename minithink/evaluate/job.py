@@ -19,6 +19,7 @@ class Job:
     schedule: str | None = None  # of --schedule; each Spec has it, too
     reference_length: int | None = None
     model: str = "tiny"
+    adapter: Path | None = None
     dataset: str = "facts"
     split: str | None = None
     limit: int | None = None

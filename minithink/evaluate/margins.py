@@ -76,7 +76,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     if args.output is not None:
         record.check(args.output)
-    engine = load(args.model, device=args.device, dtype=args.dtype, backend=args.backend)
+    engine = load(
+        args.model,
+        adapter=args.adapter,
+        device=args.device,
+        dtype=args.dtype,
+        backend=args.backend,
+    )
     runs, settings = [], dict[str, Any]()
     for size in args.batch_sizes:
         job = replace(Job.of(args), batch_size=size)

@@ -20,10 +20,9 @@ from statistics import fmean
 from typing import Any
 
 from minithink.checkpoint.calibration import identity
-from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
-from minithink.engine import DTYPES, TINY, Engine, check_count, load
+from minithink.engine import DTYPES, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
@@ -215,6 +214,7 @@ def evaluate(
     notes = [*said_of_limit(job, examples), *check_graders(examples)]
     engine = load(
         job.model,
+        adapter=job.adapter,
         device=ranks.device(job.device),
         dtype=job.dtype,
         backend=job.backend,
@@ -407,6 +407,7 @@ class Evaluation:
     def __init__(self, engine: Engine, examples: list[Example], job: Job, policies: list[str]) -> None:
         """policies: the texts of all that are run."""
         self.engine = engine
+        assert engine.loaded.home is not None
         self.examples = examples
         self.job = job
         self.recordings: list[Recording] = []
@@ -424,8 +425,8 @@ class Evaluation:
             "batch_size": job.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
         }
         self.settings: dict[str, Any] = {
-            "model": job.model,
-            "checkpoint": checkpoint_hash(TINY if job.model == "tiny" else resolve(job.model)),
+            "model": job.model if job.adapter is None else f"{job.model} --adapter {job.adapter}",
+            "checkpoint": engine.loaded.home.checkpoint,
             "dataset": job.dataset,
             "split": job.split,
             "limit": job.limit,
