@@ -89,10 +89,12 @@ def test_thoughts_are_told_apart_by_their_wording(family):
 
 def test_a_vector_leads_away_from_transitions():
     found = [
-        Sentence(0, 2, "reasoning"), Sentence(2, 5, "execution", True),
-        Sentence(5, 7, "execution"), Sentence(7, 9, "transition", True),
+        Sentence(0, 2, "reasoning"),
+        Sentence(2, 5, "execution", True),
+        Sentence(5, 7, "execution"),
+        Sentence(7, 9, "transition", True),
         Sentence(9, 12, "reasoning", True),
-    ]  # fmt: skip
+    ]
     hidden = torch.arange(12.0)[:, None] * torch.tensor([1.0, -1.0])
     opening, doubts = openings(hidden, found)
     assert opening[:, 0].tolist() == [1.0, 6.0, 8.0]

@@ -150,16 +150,27 @@ def reading_of(*found):
 def test_pairs_are_old_and_not_in_the_prompt():
     prompt, end = 10, 400
     reading = reading_of(
-        (10 + 2 * FAR, (10,)), (11 + 2 * FAR, (10,)),  # 64 and 65 tokens are more than 64 tokens old
-        (300, (300 - FAR,)), (300, (299 - FAR, 20)), (300, (9, 20)), (300, (9,)), (300, (100, 250)),
-        (412, (345,)), (412, (346,)), (440, (346,)), (440, (347,)),  # in the answer: old at its beginning
-    )  # fmt: skip
+        (10 + 2 * FAR, (10,)),
+        (11 + 2 * FAR, (10,)),  # 64 and 65 tokens are more than 64 tokens old
+        (300, (300 - FAR,)),
+        (300, (299 - FAR, 20)),
+        (300, (9, 20)),
+        (300, (9,)),
+        (300, (100, 250)),
+        (412, (345,)),
+        (412, (346,)),
+        (440, (346,)),
+        (440, (347,)),  # in the answer: old at its beginning
+    )
     pairs, given = pairs_of(reading, prompt, end)
     assert given == 1
     assert [(p.start, p.time, p.old, p.places, p.answers) for p in pairs] == [
-        (1 + 2 * FAR, 1 + 2 * FAR, 1 + FAR, (0,), False), (290, 290, 226, (10, 225), False),
-        (402, 401, 337, (335,), True), (402, 401, 337, (336,), True), (430, 401, 337, (336,), True),
-    ]  # fmt: skip
+        (1 + 2 * FAR, 1 + 2 * FAR, 1 + FAR, (0,), False),
+        (290, 290, 226, (10, 225), False),
+        (402, 401, 337, (335,), True),
+        (402, 401, 337, (336,), True),
+        (430, 401, 337, (336,), True),
+    ]
     assert {p.end - p.start for p in pairs} == {5}
 
 

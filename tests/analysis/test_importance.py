@@ -56,8 +56,10 @@ def test_measures_of_constructed_scores(tiny: Engine) -> None:
     tenths = [float(x.mean()) for x in ramp.tensor_split(10)]
     assert found["along"] == {"answer": pytest.approx(tenths), "hindsight": pytest.approx([-x for x in tenths])}
     assert found["needed"] == {
-        "answer": pytest.approx(2 / 3), "hindsight": pytest.approx(1 / 3), "position": pytest.approx(2 / 3),
-    }  # fmt: skip
+        "answer": pytest.approx(2 / 3),
+        "hindsight": pytest.approx(1 / 3),
+        "position": pytest.approx(2 / 3),
+    }
     assert measured(tiny, [made._replace(scores={"answer": ramp, "hindsight": ramp})])["needed"] == {}
 
 
@@ -152,10 +154,12 @@ def test_a_new_prompt_is_the_question_the_tokens_that_stay_and_the_tags(
     args = argparse.Namespace(temperature=0.0, seed=0)
     answers(tiny, [first, second], hidden, args, 0, anew=True)
     assert len(first.tokens) != len(second.tokens)
-    assert seen == [[
-        [*first.prompt, opening, *first.tokens[2 : first.think.stop : 3], closing],
-        [*second.prompt, *second.tokens[1 : second.think.stop : 3], closing],
-    ]]  # fmt: skip
+    assert seen == [
+        [
+            [*first.prompt, opening, *first.tokens[2 : first.think.stop : 3], closing],
+            [*second.prompt, *second.tokens[1 : second.think.stop : 3], closing],
+        ]
+    ]
     answers(tiny, [first, second], masks([first, second], "top", 100, 0), args, 0, anew=True)
     assert seen[1] == [[*t.prompt, *t.tokens[: t.think.stop + 1]] for t in (first, second)], "the whole texts"
 
@@ -217,9 +221,13 @@ def test_a_pareto_curve_is_a_mean_over_draws(tiny: Engine, monkeypatch: pytest.M
     kept: dict[bool, list[list[int]]] = {True: [], False: []}
 
     def decoded(
-        engine: Engine, read: list[list[int]], *rest: object, seed: int, masked: torch.Tensor | None,
+        engine: Engine,
+        read: list[list[int]],
+        *rest: object,
+        seed: int,
+        masked: torch.Tensor | None,
         **options: object,
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         anew = masked is None
         seeds[anew].append(seed)
         for i, ids in enumerate(read):
@@ -258,8 +266,11 @@ def test_the_command(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert __main__.main([*words, "--pareto", "1"]) == 0
     found = record.read(path)["measurements"]
     assert [(m["way"], m["percent"]) for m in found["pareto"]] == [
-        ("top", 50), ("bottom", 50), ("random", 50), ("top", 100),
-    ]  # fmt: skip
+        ("top", 50),
+        ("bottom", 50),
+        ("random", 50),
+        ("top", 100),
+    ]
     assert found["pareto"][-1]["right"] == found["pareto"][-1]["right_anew"] == 1
     assert found["texts"] == 2
     assert len(found["content"]) == 10
@@ -284,8 +295,9 @@ def test_the_picture(tiny: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(importance, "drawing", kept)
     curves = [
         {"way": way, "percent": p, "right": p / 100, "right_anew": p / 200}
-        for way in ("top", "bottom", "random") for p in (10, 50)
-    ]  # fmt: skip
+        for way in ("top", "bottom", "random")
+        for p in (10, 50)
+    ]
     whole = {"way": "top", "percent": 100, "right": 1.0, "right_anew": 1.0}
     importance.draw(
         argparse.Namespace(plot=tmp_path, family="facts"), own, measured(tiny, [own]) | {"pareto": [*curves, whole]}

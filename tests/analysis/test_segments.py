@@ -91,9 +91,10 @@ def test_pairs_and_their_means():
     }
     found = list(segments.pairs(text))
     assert found[:3] == [
-        (("reasoning", "transition"), 1, 1, 1.0), (("reasoning", "execution"), 1, 2, 2.0),
+        (("reasoning", "transition"), 1, 1, 1.0),
+        (("reasoning", "execution"), 1, 2, 2.0),
         (("transition", "execution"), 0, 1, 3.0),
-    ]  # fmt: skip
+    ]
 
     def by(name):
         return [(m["of"], m["count"], m["mean"]) for m in segments.means((getattr(p, name), p.value) for p in found)]
@@ -101,10 +102,12 @@ def test_pairs_and_their_means():
     assert by("transitions") == [(0, 1, 3.0), (1, 4, 3.5), (2, 1, 4.0)]
     assert by("distance") == [(1, 3, 10 / 3), (2, 2, 3.5), (3, 1, 4.0)]
     assert by("types") == [
-        (("execution", "transition"), 1, 6.0), (("reasoning", "execution"), 1, 2.0),
-        (("reasoning", "transition"), 2, 2.5), (("transition", "execution"), 1, 3.0),
+        (("execution", "transition"), 1, 6.0),
+        (("reasoning", "execution"), 1, 2.0),
+        (("reasoning", "transition"), 2, 2.5),
+        (("transition", "execution"), 1, 3.0),
         (("transition", "transition"), 1, 5.0),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -121,9 +124,23 @@ def closed(model, monkeypatch):
 
 def words_of(folder, tmp_path, *words):
     return [
-        "segments", "--model", str(folder), "--device", "cpu", "--max-new-tokens", "20", "--tau", "4", "--limit", "3",
-        "--seed", "2", "--output", str(tmp_path / "x.json"), *words,
-    ]  # fmt: skip
+        "segments",
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "20",
+        "--tau",
+        "4",
+        "--limit",
+        "3",
+        "--seed",
+        "2",
+        "--output",
+        str(tmp_path / "x.json"),
+        *words,
+    ]
 
 
 @pytest.mark.usefixtures("closed")
@@ -134,16 +151,19 @@ def test_the_command_line_measures_texts(folder, tmp_path, capsys):
     assert (result["settings"]["tau"], result["settings"]["rollouts"]) == (4, 2)
     m = result["measurements"]
     assert [(t["id"], t["tokens"], len(t["types"]), "importance" in t) for t in m["texts"]] == [
-        ("p0", 15, 3, True), ("p1", 10, 3, False),
-    ]  # fmt: skip
+        ("p0", 15, 3, True),
+        ("p1", 10, 3, False),
+    ]
     assert min(m["texts"][0]["importance"]) > 0
     for text in m["texts"]:
         assert [len(row) for row in text["association"]] == [0, 1, 2]
         assert min(x for row in text["association"] for x in row) > 0
     assert sum(row["count"] for row in m["importance"]) == 3
     assert {by: sum(row["count"] for row in of) for by, of in m["association"].items()} == {
-        "types": 6, "transitions": 6, "distance": 6,
-    }  # fmt: skip
+        "types": 6,
+        "transitions": 6,
+        "distance": 6,
+    }
     assert capsys.readouterr().out.startswith("importance: ")
 
 

@@ -115,9 +115,12 @@ def test_only_the_segment_that_attention_goes_to_matters():
     shape = {"num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "hidden_size": 2}
     still = SimpleNamespace(at=lambda pos: (torch.ones(len(pos), 1, 2), torch.zeros(len(pos), 1, 2)))
     engine = SimpleNamespace(
-        config=SimpleNamespace(**shape), rope=still, device=torch.device("cpu"), dtype=torch.float32,
+        config=SimpleNamespace(**shape),
+        rope=still,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
         decoder=OnlyTheMark(),
-    )  # fmt: skip
+    )
     context = [0] * 21
     context[9] = MARK
     spans = [(4, 8), (8, 12), (12, 16), (16, 20)]
