@@ -35,9 +35,18 @@ def write_questions(path: Path) -> Path:
 def options(model: Path, problems: Path, /, **changed: Any) -> list[str]:
     """The command line; an option that is None is left out, one that is True has no value."""
     given: dict[str, Any] = {
-        "model": model, "dataset": problems, "num_prompts": QUESTIONS, "num_layers": 2, "policy": POLICY,
-        "budget": 60, "compare": 2, "max_new_tokens": 16, "batch_size": 2, "device": "cpu", **changed,
-    }  # fmt: skip
+        "model": model,
+        "dataset": problems,
+        "num_prompts": QUESTIONS,
+        "num_layers": 2,
+        "policy": POLICY,
+        "budget": 60,
+        "compare": 2,
+        "max_new_tokens": 16,
+        "batch_size": 2,
+        "device": "cpu",
+        **changed,
+    }
     words = ["thoughts"]
     for name, value in given.items():
         if value is not None:

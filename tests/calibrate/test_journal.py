@@ -209,9 +209,14 @@ def names_in(folder: Path) -> list[str]:
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (MinithinkError("It failed."), 1)])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
-    command: str, error: BaseException, code: int, model: Path, problems: Path, tmp_path: Path,
+    command: str,
+    error: BaseException,
+    code: int,
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path(shutil.copytree(model, "model"))
     before = names_in(folder)

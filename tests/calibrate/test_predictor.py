@@ -47,10 +47,22 @@ def problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words_of(problems: Path, traces: Path | None, output: Path | None, /, **changed: Any) -> list[str]:
     """The command line; an option that is None is left out, one that is True has no value."""
     given: dict[str, Any] = {
-        "dataset": problems, "num_prompts": PROBLEMS, "num_samples": 1, "targets": "answer,needs", "held_out": 0.4,
-        "epochs": 3, "batch": 2, "micro": 1, "temperature": 0, "max_new_tokens": 320, "batch_size": 3,
-        "device": "cpu", "traces": traces, "output": output, **changed,
-    }  # fmt: skip
+        "dataset": problems,
+        "num_prompts": PROBLEMS,
+        "num_samples": 1,
+        "targets": "answer,needs",
+        "held_out": 0.4,
+        "epochs": 3,
+        "batch": 2,
+        "micro": 1,
+        "temperature": 0,
+        "max_new_tokens": 320,
+        "batch_size": 3,
+        "device": "cpu",
+        "traces": traces,
+        "output": output,
+        **changed,
+    }
     words = ["predictor"]
     for name, value in given.items():
         if value is not None:
@@ -178,9 +190,13 @@ def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
 
 @pytest.mark.parametrize("after", ["text 2", "epoch 2"])
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    after: str, made: tuple[Path, Path], problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    after: str,
+    made: tuple[Path, Path],
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
-) -> None:  # fmt: skip
+) -> None:
     """Bit for bit, in sampling or in training."""
     traces, output = tmp_path / "traces", tmp_path / "out"
     words = words_of(problems, traces, output)
@@ -231,7 +247,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         ({"temperature": -1}, 2, "temperature"),
         ({"model": "/nowhere"}, 1, "/nowhere"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence(
     changed: dict[str, Any], code: int, said: str, problems: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -413,8 +429,10 @@ def test_what_predictors_know_of_each_dataset(monkeypatch: pytest.MonkeyPatch) -
     weights = [torch.zeros(size) for size in ((4, 8), (8, 2), (2, 1))]  # a score of log 2 for all
     rows = predictor.measured(weights, [traces["a"], traces["b"]], [traces["c"], traces["d"]], "answer", "x")
     assert [(x["dataset"], x["traces"], x["trained"], x["trained_traces"]) for x in rows] == [
-        ("all", 2, "x", 2), ("x", 1, "x", 2), ("y", 1, "x", 2),
-    ]  # fmt: skip
+        ("all", 2, "x", 2),
+        ("x", 1, "x", 2),
+        ("y", 1, "x", 2),
+    ]
     for row in rows:
         assert row["mse"] == pytest.approx(float((ramp - torch.tensor(2.0).log()).square().mean()))
         assert row["position"]["mse"] == pytest.approx(float((ramp - 1).square().mean())), "a mean of 1, not of 2.5"
@@ -463,9 +481,13 @@ def test_the_curves_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("reason", "ends", "length", "right"),
-    [("stop", "</think>", 5, True), ("length", "</think>", 5, False), ("stop", "", 5, False),
-     ("stop", "</think>", 1, False)],
-)  # fmt: skip
+    [
+        ("stop", "</think>", 5, True),
+        ("length", "</think>", 5, False),
+        ("stop", "", 5, False),
+        ("stop", "</think>", 1, False),
+    ],
+)
 def test_incomplete_texts_are_dropped(
     reason: str, ends: str, length: int, right: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -485,8 +507,21 @@ def test_incomplete_texts_are_dropped(
 
 def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path: Path, capsys: Capture) -> None:
     """An oracle that evicts nothing writes the recorded text; a question that is not recorded is an error."""
-    words = ["foresight", "--dataset", str(problems), "--temperature", "0", "--max-new-tokens", "320", "--batch-size",
-             "3", "--device", "cpu", "--output", str(tmp_path)]  # fmt: skip
+    words = [
+        "foresight",
+        "--dataset",
+        str(problems),
+        "--temperature",
+        "0",
+        "--max-new-tokens",
+        "320",
+        "--batch-size",
+        "3",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(words) == 0
     assert [p.name for p in tmp_path.iterdir()] == ["foresight.json"], "the journal is gone"
     assert main(words) == 2
@@ -520,8 +555,23 @@ def test_what_is_recorded_is_what_the_full_cache_writes(problems: Path, tmp_path
 
 def test_a_recording_of_other_draws_is_refused(problems: Path, tmp_path: Path, capsys: Capture) -> None:
     """Draws depend on the options and on the number of the sequence. Without draws neither counts."""
-    words = ["foresight", "--dataset", str(problems), "--limit", "3", "--seed", "4", "--max-new-tokens", "20",
-             "--batch-size", "3", "--device", "cpu", "--output", str(tmp_path)]  # fmt: skip
+    words = [
+        "foresight",
+        "--dataset",
+        str(problems),
+        "--limit",
+        "3",
+        "--seed",
+        "4",
+        "--max-new-tokens",
+        "20",
+        "--batch-size",
+        "3",
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
     assert main(words) == 0
     engine = load("tiny", device="cpu", calibration=tmp_path)
     questions = [example.question for _, example in problems_of([str(problems)], None, 3, 0)]
@@ -546,8 +596,18 @@ def test_a_recording_of_other_draws_is_refused(problems: Path, tmp_path: Path, c
     with pytest.raises(UsageError, match=r"sequence 1 of this run was recorded .* as sequence 0"):
         engine.stream(questions[:1], **own | {"num_samples": 2})
     engine.stream(questions[1:], **own | {"policy": "needs_oracle:budget=500"})
-    evaluation = ["--dataset", str(problems), "--policies", "window:budget=300,answer_oracle:budget=500", "--device",
-                  "cpu", "--calibration", str(tmp_path), "--output-dir", str(tmp_path / "run")]  # fmt: skip
+    evaluation = [
+        "--dataset",
+        str(problems),
+        "--policies",
+        "window:budget=300,answer_oracle:budget=500",
+        "--device",
+        "cpu",
+        "--calibration",
+        str(tmp_path),
+        "--output-dir",
+        str(tmp_path / "run"),
+    ]
     assert evaluate(evaluation) == 2
     assert "drawn with seed=4, and this run draws with seed=0: give" in capsys.readouterr().err
     assert not (tmp_path / "run").exists(), "before the first policy runs"

@@ -142,9 +142,15 @@ def test_generate_says_what_is_wrong_before_it_begins(
 
 @pytest.mark.parametrize(("spoil", "code", "said"), SPOILED)
 def test_evaluate_says_it_before_the_first_policy_runs(
-    spoil: Callable[[Path], None], code: int, said: str, copy: Path, problems: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    spoil: Callable[[Path], None],
+    code: int,
+    said: str,
+    copy: Path,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from minithink.evaluate.__main__ import main
 
     spoil(copy)
@@ -154,9 +160,13 @@ def test_evaluate_says_it_before_the_first_policy_runs(
 
 
 def test_evaluate_runs_with_a_calibration_from_elsewhere(
-    model: Path, calibrated: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    calibrated: Path,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     from minithink.evaluate import plots
     from minithink.evaluate.__main__ import main
 

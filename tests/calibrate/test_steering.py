@@ -45,9 +45,15 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def words(model: Path, problems: Path, **changed: Any) -> list[str]:
     given: dict[str, Any] = {
-        "model": model, "dataset": problems, "num_prompts": QUESTIONS, "max_new_tokens": 16, "batch_size": 2,
-        "temperature": 0, "device": "cpu", **changed,
-    }  # fmt: skip
+        "model": model,
+        "dataset": problems,
+        "num_prompts": QUESTIONS,
+        "max_new_tokens": 16,
+        "batch_size": 2,
+        "temperature": 0,
+        "device": "cpu",
+        **changed,
+    }
     out = ["steering"]
     for name, value in given.items():
         out += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
@@ -209,8 +215,13 @@ def sums(*states: tuple[str, bool, float]) -> Sums:
 def test_seals_example() -> None:
     """Means of pooled thoughts, not of class means; the sign leads to execution."""
     own = Sums()
-    for other, state in ((True, (1.0, 2.0)), (True, (1.0, 2.0)), (True, (3.0, 0.0)), (False, (0.0, 1.0)),
-                         (False, (2.0, 1.0))):  # fmt: skip
+    for other, state in (
+        (True, (1.0, 2.0)),
+        (True, (1.0, 2.0)),
+        (True, (3.0, 0.0)),
+        (False, (0.0, 1.0)),
+        (False, (2.0, 1.0)),
+    ):
         own.add(Thought(0, other, "execution"), torch.tensor([state]))
     want = torch.tensor([[1.0, 1.0]]) - torch.tensor([[5 / 3, 4 / 3]])
     for vector in own.vectors().values():
@@ -285,9 +296,10 @@ def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert m["separation"] == found_
     assert (m["prompts"], m["right"], m["tokens"]) == (3, 1, 2 + 3 + 4)
     assert m["thoughts"] == [
-        {"after": "reasoning", "execution": 0, "other": 0}, {"after": "execution", "execution": 3, "other": 3},
+        {"after": "reasoning", "execution": 0, "other": 0},
+        {"after": "execution", "execution": 3, "other": 3},
         {"after": "transition", "execution": 3, "other": 6},
-    ]  # fmt: skip
+    ]
     plain, matched = vectors["plain"], vectors["matched"]
     assert not torch.allclose(plain, matched)
     for name, v in vectors.items():
@@ -350,13 +362,14 @@ def test_only_the_thinking_is_read(model: Path, problems: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("tensors", "about", "said"),
     [
-        ({}, None, "of which weights"), ({}, {"checkpoint": "x"}, "lacks a vector for each layer: plain and matched"),
+        ({}, None, "of which weights"),
+        ({}, {"checkpoint": "x"}, "lacks a vector for each layer: plain and matched"),
         ({"plain": (2, 3)}, {"checkpoint": "x", "layer": 0}, "lacks a vector"),
         ({"plain": (2, 3), "matched": (2, 4)}, {"checkpoint": "x", "layer": 0}, "differ in their shapes"),
         ({"plain": (2, 3), "matched": (2, 3)}, {"checkpoint": "x", "layer": 2}, "layer is 2, and it has"),
         ({"plain": (2, 3), "matched": (2, 3)}, {"checkpoint": "x", "layer": 1}, "the model's are"),
     ],
-)  # fmt: skip
+)
 def test_other_files_are_refused(
     tensors: dict[str, tuple[int, int]], about: Any, said: str, tmp_path: Path, model: Path
 ) -> None:

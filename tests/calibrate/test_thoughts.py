@@ -112,9 +112,14 @@ def test_what_was_measured_is_the_full_caches_sparsity(
 
 @pytest.mark.parametrize("after", [1, 3, QUESTIONS + 1])
 def test_an_interrupted_run_goes_on_to_the_same_result(
-    after: int, model: Path, problems: Path, calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    after: int,
+    model: Path,
+    problems: Path,
+    calibrated: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: Capture,
-) -> None:  # fmt: skip
+) -> None:
     """Also when the comparison under eviction has begun. Bit for bit."""
     words = options(model, problems, output=tmp_path)
     with monkeypatch.context() as patch:
@@ -212,7 +217,7 @@ def test_what_ships_is_of_the_weights_and_of_the_problems_that_ship(name: str) -
         ({"resume": True}, 2, "nothing to resume"),
         ({"model": "/nowhere"}, 1, "/nowhere"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_sentence(
     changed: dict[str, Any], code: int, said: str, model: Path, problems: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -247,9 +252,15 @@ def line(i: int, u: torch.Tensor, labels: list[int], tau: int = 4) -> dict[str, 
     layers = thoughts.layers_of(u.double())
     modes = {str(n): [len(x["modes"]) for x in layers] for n in thoughts.ROWS}
     return {
-        "prompt": i, "right": i % 2 == 0, "tokens": [0] * len(u), "refresh": u[::tau].tolist(), "labels": labels,
-        "layers": layers, "modes_by_rows": modes, "modes_of_noise": {n: [0 for _ in of] for n, of in modes.items()},
-    }  # fmt: skip
+        "prompt": i,
+        "right": i % 2 == 0,
+        "tokens": [0] * len(u),
+        "refresh": u[::tau].tolist(),
+        "labels": labels,
+        "layers": layers,
+        "modes_by_rows": modes,
+        "modes_of_noise": {n: [0 for _ in of] for n, of in modes.items()},
+    }
 
 
 def test_noise_has_the_spectrum_of_a_text_and_not_its_modes() -> None:
