@@ -24,10 +24,25 @@ from minithink.engine import load
 from minithink.errors import MinithinkError
 from tests.fixtures_checkpoint import write_checkpoint
 
-GENERATION = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "eos_token_id": [0, 5],
-              "max_length": 4096, "repetition_penalty": 1.1}  # fmt: skip
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32,
-        "attn_factor": 0.9, "beta_fast": 32, "mscale": 1.0, "truncate": True}  # fmt: skip
+GENERATION = {
+    "do_sample": True,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.9,
+    "eos_token_id": [0, 5],
+    "max_length": 4096,
+    "repetition_penalty": 1.1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attn_factor": 0.9,
+    "beta_fast": 32,
+    "mscale": 1.0,
+    "truncate": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +65,43 @@ def nested(depth: int) -> Any:
 
 
 VALUES = [
-    None, True, False, 0, -1, 1, 2, 7, 2**31, 2**63, 2**64, 10**400, -(10**400), 0.0, -0.5, 0.1, 1e-320, 1e300,
-    math.nan, math.inf, -math.inf, "", "x" * 5000, "yarn", "dynamic", "F64", "I64", "a\x1b[31m\nb\u202e\ud800",
-    [], {}, [0, -1], [[1]], {"": None}, {"a": {"b": 1}}, nested(300), ["x" * 999] * 99,
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    2**31,
+    2**63,
+    2**64,
+    10**400,
+    -(10**400),
+    0.0,
+    -0.5,
+    0.1,
+    1e-320,
+    1e300,
+    math.nan,
+    math.inf,
+    -math.inf,
+    "",
+    "x" * 5000,
+    "yarn",
+    "dynamic",
+    "F64",
+    "I64",
+    "a\x1b[31m\nb\u202e\ud800",
+    [],
+    {},
+    [0, -1],
+    [[1]],
+    {"": None},
+    {"a": {"b": 1}},
+    nested(300),
+    ["x" * 999] * 99,
+]
 NAMES = ["", "x" * 999, "rope_scaling", "dtype", "a\x1b\n\u202e", "top_h", "lm_head.weight", "num_experts"]
 BYTES = [b"[" * 5000, b"9" * 5000, b"NaN", b"\xff", b"\0", b"{", b'"', b","]
 

@@ -246,8 +246,15 @@ def test_loading_allocates_the_weights_and_no_more(tmp_path: Path) -> None:
     Of a checkpoint in one file, and of one in shards.
     """
     save_checkpoint(random_decoder(example_config()), tmp_path / "tiny")
-    big = example_config(hidden_size=1024, intermediate_size=3072, num_layers=6, vocab_size=20000, num_heads=16,
-                         num_kv_heads=8, head_dim=64)  # fmt: skip
+    big = example_config(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=6,
+        vocab_size=20000,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=64,
+    )
     decoder = weights.Decoder(big).to(torch.bfloat16)
     for parameter in decoder.parameters():
         parameter.data.view(torch.int16).random_(0, 1 << 14)
@@ -295,14 +302,17 @@ def test_vocabulary_of_another_size(folder: Path) -> None:
 def test_harmless_leftovers(folder: Path) -> None:
     """Buffers of old versions, of whatever type, follow from the config."""
     want = load_decoder(folder)
-    rewrite(folder, **{
-        "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(5),
-        "model.rotary_emb.original_inv_freq": torch.zeros(5, dtype=torch.float64),
-        "model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(2, 5),
-        "model.position_ids": torch.arange(8),
-        "position_ids": torch.arange(8),
-        "model.layers.0.self_attn.masked_bias": torch.zeros((), dtype=torch.bool),
-    })  # fmt: skip
+    rewrite(
+        folder,
+        **{
+            "model.layers.1.self_attn.rotary_emb.inv_freq": torch.zeros(5),
+            "model.rotary_emb.original_inv_freq": torch.zeros(5, dtype=torch.float64),
+            "model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(2, 5),
+            "model.position_ids": torch.arange(8),
+            "position_ids": torch.arange(8),
+            "model.layers.0.self_attn.masked_bias": torch.zeros((), dtype=torch.bool),
+        },
+    )
     same_weights(load_decoder(folder), want)
 
 
@@ -476,15 +486,23 @@ def header(entry: dict[str, Any]) -> bytes:
     return len(about).to_bytes(8, "little") + about + bytes(4)
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 8, b"\x02" + b"\x00" * 7 + b"[]", b"<!doctype html>",
-                                     b"\x0f" + b"\x00" * 7 + b'{"a": {"b": 1}}',
-                                     header({"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 4]}),
-                                     header({"dtype": "F32", "shape": [math.nan], "data_offsets": [0, 4]}),
-                                     header({"dtype": "F32", "shape": [1], "data_offsets": [0, math.inf]}),
-                                     header({"dtype": "F32", "shape": [1], "data_offsets": [0, 10**400]}),
-                                     header({"dtype": "F32", "shape": [10**400], "data_offsets": [0, 4]}),
-                                     header({"dtype": "x\x1b" * 999, "shape": [1] * 999, "data_offsets": [0, 4]}),
-                                     ])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 8,
+        b"\xff" * 8,
+        b"\x02" + b"\x00" * 7 + b"[]",
+        b"<!doctype html>",
+        b"\x0f" + b"\x00" * 7 + b'{"a": {"b": 1}}',
+        header({"dtype": "F32", "shape": [math.inf], "data_offsets": [0, 4]}),
+        header({"dtype": "F32", "shape": [math.nan], "data_offsets": [0, 4]}),
+        header({"dtype": "F32", "shape": [1], "data_offsets": [0, math.inf]}),
+        header({"dtype": "F32", "shape": [1], "data_offsets": [0, 10**400]}),
+        header({"dtype": "F32", "shape": [10**400], "data_offsets": [0, 4]}),
+        header({"dtype": "x\x1b" * 999, "shape": [1] * 999, "data_offsets": [0, 4]}),
+    ],
+)
 def test_no_safetensors_file(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     refused(folder, "model.safetensors")
@@ -509,9 +527,20 @@ def index_of(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     "shard",
-    ["../elsewhere.safetensors", "/etc/model.safetensors", "a/b.safetensors", "..", "", "C:x.safetensors",
-     "..\\x.safetensors", "pytorch_model.bin", 7, None, "x" * 9999],
-)  # fmt: skip
+    [
+        "../elsewhere.safetensors",
+        "/etc/model.safetensors",
+        "a/b.safetensors",
+        "..",
+        "",
+        "C:x.safetensors",
+        "..\\x.safetensors",
+        "pytorch_model.bin",
+        7,
+        None,
+        "x" * 9999,
+    ],
+)
 def test_index_that_leaves_the_folder(sharded: Path, shard: Any) -> None:
     path, index = index_of(sharded)
     save_file({Q0: torch.zeros(40, 24)}, sharded.parent / "elsewhere.safetensors")  # it is there, and still refused
@@ -736,8 +765,15 @@ def test_hub_download_then_offline(asker: Asker, server: HubServer, tmp_path: Pa
 def test_what_is_downloaded_is_what_is_read() -> None:
     from huggingface_hub.utils import filter_repo_objects
 
-    read = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json",
-            "chat_template.jinja", "chat_template.json", "additional_chat_templates/default.jinja"]  # fmt: skip
+    read = [
+        "model.safetensors",
+        "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/default.jinja",
+    ]
     other = ["consolidated.safetensors", "adapter_model.safetensors", "original/model.safetensors", "model.bin"]
     assert list(filter_repo_objects([*read, *other], allow_patterns=list(weights.FILES))) == read
 
