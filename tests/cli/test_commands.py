@@ -106,9 +106,12 @@ def test_ctrl_c_while_modules_are_imported(argv: list[str], tmp_path: Path) -> N
         (tmp_path / f"{module}.py").write_text("raise KeyboardInterrupt")
     more = {"plot": ["."], "premises": []}.get(argv[-1], ["--output-dir", "x"])
     done = subprocess.run(
-        [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more], capture_output=True, text=True,
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-    )  # fmt: skip
+        [sys.executable, "-m", f"minithink.{argv[0]}", *argv[1:], *more],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+    )
     assert (done.returncode, done.stderr) == (130, f"\nminithink.{argv[0]}: interrupted\n")
 
 
@@ -301,7 +304,7 @@ def parser() -> Parser:
         (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number of at least 1"),
         ([], "the following arguments are required: --output"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_option_is_one_sentence_that_suggests_another(argv: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=f"^{said}; --help lists the options\\.$"):
         parser().parse_args(argv)
