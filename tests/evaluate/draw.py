@@ -15,11 +15,26 @@ TEXTS = st.text(st.sampled_from('ab \n\r\u2028"\\é漢\ud800\x00'), max_size=12)
 def record(**changes: Any) -> Record:
     """A record with nothing special about it."""
     values: dict[str, Any] = {
-        "policy": "full", "budget": None, "id": "p0", "sample": 0, "group": "g", "right": True, "found": "3",
-        "finish_reason": "stop", "prompt_tokens": 50, "generated_tokens": 100, "thinking_tokens": 90,
-        "kv_bytes_peak": 2048, "kv_bytes_mean": 1024.0, "tokens_peak": 150.0, "tokens_mean": 100.0, "steps": 100,
-        "evicting_steps": 0, "seconds": 0.5, "text_sha": text_hash("text"),
-    }  # fmt: skip
+        "policy": "full",
+        "budget": None,
+        "id": "p0",
+        "sample": 0,
+        "group": "g",
+        "right": True,
+        "found": "3",
+        "finish_reason": "stop",
+        "prompt_tokens": 50,
+        "generated_tokens": 100,
+        "thinking_tokens": 90,
+        "kv_bytes_peak": 2048,
+        "kv_bytes_mean": 1024.0,
+        "tokens_peak": 150.0,
+        "tokens_mean": 100.0,
+        "steps": 100,
+        "evicting_steps": 0,
+        "seconds": 0.5,
+        "text_sha": text_hash("text"),
+    }
     return Record(**{**values, **changes})
 
 

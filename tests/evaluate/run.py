@@ -30,9 +30,14 @@ def write_problems(path: Path, n: int = len(QUESTIONS)) -> Path:
 def options(model: Path, problems: Path, folder: Path, /, **changed: Any) -> list[str]:
     """The command line; an option that is None is left out, one that is True has no value."""
     given: dict[str, Any] = {
-        "model": model, "dataset": problems, "output_dir": folder, "device": "cpu", "batch_size": 3,
-        "max_new_tokens": NEW, **changed,
-    }  # fmt: skip
+        "model": model,
+        "dataset": problems,
+        "output_dir": folder,
+        "device": "cpu",
+        "batch_size": 3,
+        "max_new_tokens": NEW,
+        **changed,
+    }
     words = []
     for name, value in given.items():
         if value is not None:

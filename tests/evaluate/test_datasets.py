@@ -137,11 +137,13 @@ PUBLISHED = [
     ({"id": 0, "problem": "q?", "answer": 27.0, "url": "u"}, "27"),  # AMC
     ({"question": "q?", "answer": ["27.0"]}, "27.0"),  # AMC
     ({"problem": "q?", "solution": r"\[s=\boxed{1.6} \mathrm{~cm}\]", "type": "A", "idx": 0}, "1.6"),  # Minerva
-    ({"question": "q?", "solution": ["Long."], "final_answer": ["$\\frac{1}{2}$"], "is_multiple_answer": False},
-     r"\frac{1}{2}"),  # OlympiadBench
+    (
+        {"question": "q?", "solution": ["Long."], "final_answer": ["$\\frac{1}{2}$"], "is_multiple_answer": False},
+        r"\frac{1}{2}",
+    ),  # OlympiadBench
     ({"question": "q?", "final_answer": ["$1$", "$2$"], "is_multiple_answer": True}, "1, 2"),  # OlympiadBench
     ({"question": "q?", "final_answer": None, "solution": ["So the answer is 5."]}, "5"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("row", "answer"), PUBLISHED)
@@ -166,7 +168,7 @@ def test_published_rows_have_short_answers(tmp_path, row, answer):
         ({"context": {"title": ["a"], "sentences": [["b"]]}, "question": "q?", "answer": 1}, "q?"),
     ],
     ids=["OlympiadBench", "no context", "an empty context", "SVAMP", "a question that holds it", "HotpotQA"],
-)  # fmt: skip
+)
 def test_what_a_question_refers_to_stands_in_front_of_it(tmp_path, row, question):
     [example] = load_rows(tmp_path / "p.jsonl", row)
     assert (example.question, example.answer) == (question, "1")
@@ -331,9 +333,12 @@ def test_every_entry_loads_its_fixture(hub, name):
 def test_math500(hub):
     first, second = load_dataset("MATH-500")
     assert first == Example(
-        "test/prealgebra/1.json", f"What is $\\frac{{1}}{{4}} + \\frac{{1}}{{4}}$?\n\n{INSTRUCTION}", r"\frac{1}{2}",
-        "math", "level 1",
-    )  # fmt: skip
+        "test/prealgebra/1.json",
+        f"What is $\\frac{{1}}{{4}} + \\frac{{1}}{{4}}$?\n\n{INSTRUCTION}",
+        r"\frac{1}{2}",
+        "math",
+        "level 1",
+    )
     assert second.group == "level 2"
 
 
@@ -429,8 +434,15 @@ class Client:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
     tmp = tmp_path_factory.mktemp("hub")
     line = '{"question": "%s?", "answer": "1"}\n'
-    for file in ("main/test-00000-of-00002.jsonl", "main/test-00001-of-00002.jsonl", "main/train.jsonl",
-                 "test/hard.jsonl", "latest.jsonl", "main/test.py", "main/test.pkl"):  # fmt: skip
+    for file in (
+        "main/test-00000-of-00002.jsonl",
+        "main/test-00001-of-00002.jsonl",
+        "main/train.jsonl",
+        "test/hard.jsonl",
+        "latest.jsonl",
+        "main/test.py",
+        "main/test.pkl",
+    ):
         (tmp / "many" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp / "many" / file).write_text(line % file)
     (tmp / "plain").mkdir()
@@ -455,8 +467,9 @@ def test_datasets_of_a_hub(server, tmp_path):
     plain, main, hard, train, entry = first = Client(server.endpoint, tmp_path).load(*names)
     assert plain == [["plain-test-1", f"1?\n\n{INSTRUCTION}", "1"]]
     assert [(id, q.split("?")[0]) for id, q, _ in main] == [
-        ("many-test-1", "main/test-00000-of-00002.jsonl"), ("many-test-2", "main/test-00001-of-00002.jsonl"),
-    ]  # fmt: skip
+        ("many-test-1", "main/test-00000-of-00002.jsonl"),
+        ("many-test-2", "main/test-00001-of-00002.jsonl"),
+    ]
     assert [q.split("?")[0] for _, q, _ in hard] == ["test/hard.jsonl"]
     assert [q.split("?")[0] for _, q, _ in train] == ["main/train.jsonl"]
     assert [id for id, _, _ in entry] == ["test/prealgebra/1.json", "test/precalculus/2.json"]

@@ -24,9 +24,36 @@ HALF = r"\boxed{\frac{1}{2}}"
 needs_math = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs the extra math")
 # Pieces of answers: what graders look for, broken and whole.
 pieces = st.sampled_from(
-    [r"\boxed{", "}", "{", "(", ")", "A", "B", "D", "E", "answer is ", "Answer: ", r"\text{", "1", "2,000", ".", "-",
-     "$", r"\frac{1}{2}", "^", "</think>", "<think>", "\n", " ", "−", "½", "٣", "x = "]
-)  # fmt: skip
+    [
+        r"\boxed{",
+        "}",
+        "{",
+        "(",
+        ")",
+        "A",
+        "B",
+        "D",
+        "E",
+        "answer is ",
+        "Answer: ",
+        r"\text{",
+        "1",
+        "2,000",
+        ".",
+        "-",
+        "$",
+        r"\frac{1}{2}",
+        "^",
+        "</think>",
+        "<think>",
+        "\n",
+        " ",
+        "−",
+        "½",
+        "٣",
+        "x = ",
+    ]
+)
 texts = st.lists(st.one_of(pieces, st.text(max_size=3)), max_size=12).map("".join)
 
 
@@ -72,14 +99,40 @@ def test_exact():
 
 @pytest.mark.parametrize(
     ("box", "found"),
-    [("18", "18"), ("18.", "18"), ("$18", "18"), (r"\$1,018.50", "1018.50"), ("1{,}000{,}000", "1000000"),
-     (r"70\,000", "70000"), (r"18 \text{ dollars}", "18"), ("18 eggs.", "18"), ("-3", "-3"), ("−3", "-3"),
-     ("-$3", "-3"), (".5", ".5"), ("x = 5", "5"), (r"12\text{ m}^2", "12"), ("12 cm^{3}", "12"), (r"50\%", "50"),
-     ("007", "007"),
-     ("5 or 6", None), ("3/4", None), ("12,34", None), ("1,0000", None), ("5-3", None), ("10^3", "1e3"),
-     ("2^3", None), ("", None),
-     ("- 5", "-5"), ("x = - 5", "-5"), ("x - 5", None), (r"\text{Day-5}", None), ("twelve", None), ("٣", None)],
-)  # fmt: skip
+    [
+        ("18", "18"),
+        ("18.", "18"),
+        ("$18", "18"),
+        (r"\$1,018.50", "1018.50"),
+        ("1{,}000{,}000", "1000000"),
+        (r"70\,000", "70000"),
+        (r"18 \text{ dollars}", "18"),
+        ("18 eggs.", "18"),
+        ("-3", "-3"),
+        ("−3", "-3"),
+        ("-$3", "-3"),
+        (".5", ".5"),
+        ("x = 5", "5"),
+        (r"12\text{ m}^2", "12"),
+        ("12 cm^{3}", "12"),
+        (r"50\%", "50"),
+        ("007", "007"),
+        ("5 or 6", None),
+        ("3/4", None),
+        ("12,34", None),
+        ("1,0000", None),
+        ("5-3", None),
+        ("10^3", "1e3"),
+        ("2^3", None),
+        ("", None),
+        ("- 5", "-5"),
+        ("x = - 5", "-5"),
+        ("x - 5", None),
+        (r"\text{Day-5}", None),
+        ("twelve", None),
+        ("٣", None),
+    ],
+)
 def test_number_reads(box, found):
     assert grade(rf"Thus \boxed{{{box}}}.", "none", "number") == Graded(found, False)
 
@@ -109,20 +162,46 @@ def test_number_does_not_see_formatting(number, data):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [(r"\boxed{B}", "B"), (r"\boxed{\text{B}}", "B"), (r"\boxed{(B)}", "B"), (r"\boxed{B.}", "B"),
-     (r"\boxed{\textbf{(B)}}", "B"), (r"\boxed{ $\mathrm{B}$ }", "B"), (r"\boxed{**B**}", "B"), (r"\boxed{B)}", "B"),
-     (r"\boxed{\text{(B) } 10^{-4} \text{ eV}}", "B"), (r"\boxed{\text{B. A large one}}", "B"),
-     (r"\boxed{A} no, \boxed{D}", "D"), ("\\boxed{B)\n5\nm}", "B"),
-     (r"\boxed{\mathrm{~B}}", "B"), (r"\boxed{\text{B}\ }", "B"), ("The answer is A or B", None),
-     (r"\boxed{E}", None), (r"\boxed{AB}", None), (r"\boxed{(A) or (B)}", None), (r"\boxed{A, B}", None),
-     (r"\boxed{A big one}", None), (r"\boxed{b}", None), (r"\boxed{}", None), (r"\boxed{10}", None),
-     # a box is what counts, if there is one
-     (r"The answer is (B). \boxed{10}", None), (r"The answer is (B). \boxed{C}", "C"),
-     ("The answer is (B).", "B"), ("answer is B", "B"), ("the correct answer is **C**, not A", "C"),
-     ("Answer: D", "D"), (r"**Answer:** $\text{(A)}$", "A"), ("The answer is (A). No: the answer is (B).", "B"),
-     ("The answer is Boron", None), ("The answer is 5", None), ("B", None), ("It answers (B)", None),
-     ("The answer is (A)</think> It is (B).", None)],
-)  # fmt: skip
+    [
+        (r"\boxed{B}", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{(B)}", "B"),
+        (r"\boxed{B.}", "B"),
+        (r"\boxed{\textbf{(B)}}", "B"),
+        (r"\boxed{ $\mathrm{B}$ }", "B"),
+        (r"\boxed{**B**}", "B"),
+        (r"\boxed{B)}", "B"),
+        (r"\boxed{\text{(B) } 10^{-4} \text{ eV}}", "B"),
+        (r"\boxed{\text{B. A large one}}", "B"),
+        (r"\boxed{A} no, \boxed{D}", "D"),
+        ("\\boxed{B)\n5\nm}", "B"),
+        (r"\boxed{\mathrm{~B}}", "B"),
+        (r"\boxed{\text{B}\ }", "B"),
+        ("The answer is A or B", None),
+        (r"\boxed{E}", None),
+        (r"\boxed{AB}", None),
+        (r"\boxed{(A) or (B)}", None),
+        (r"\boxed{A, B}", None),
+        (r"\boxed{A big one}", None),
+        (r"\boxed{b}", None),
+        (r"\boxed{}", None),
+        (r"\boxed{10}", None),
+        # a box is what counts, if there is one
+        (r"The answer is (B). \boxed{10}", None),
+        (r"The answer is (B). \boxed{C}", "C"),
+        ("The answer is (B).", "B"),
+        ("answer is B", "B"),
+        ("the correct answer is **C**, not A", "C"),
+        ("Answer: D", "D"),
+        (r"**Answer:** $\text{(A)}$", "A"),
+        ("The answer is (A). No: the answer is (B).", "B"),
+        ("The answer is Boron", None),
+        ("The answer is 5", None),
+        ("B", None),
+        ("It answers (B)", None),
+        ("The answer is (A)</think> It is (B).", None),
+    ],
+)
 def test_choice_reads(text, found):
     assert grade(text, "B", "choice") == Graded(found, found == "B")
 
@@ -133,14 +212,34 @@ def test_choice_reads(text, found):
 @needs_math
 @pytest.mark.parametrize(
     ("box", "answer", "right"),
-    [("0.5", r"\frac{1}{2}", True), (r"\dfrac12", r"\frac{1}{2}", True), ("025", "25", True), ("27", "27.0", True),
-     ("204.", "204", True), (r"204 \text{ minutes}", "204", True), ("x=5", "5", True), ("3, 1, 2", "1,2,3", True),
-     (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)", True), ("2(k+1)", "2k+2", True), ("1,000", "1000", True),
-     ("Evelyn", r"\text{Evelyn}", True), (r"0.\overline{3}", r"0.\overline{3}", True), ("6: 00", "6:00", True),
-     ("0.51", r"\frac{1}{2}", False), ("7:00", "6:00", False), ("1,2", "1,2,3", False), ("(2,1)", "(1,2)", False),
-     ("silent", r"\text{listen}", False), ("", "5", False), ("((((", "5", False), (r"\frac{1}", "1", False),
-     ("204_5", "204_8", False), ("204_{5}", "204_5", True), ("204", "204_5", True)],
-)  # fmt: skip
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        (r"\dfrac12", r"\frac{1}{2}", True),
+        ("025", "25", True),
+        ("27", "27.0", True),
+        ("204.", "204", True),
+        (r"204 \text{ minutes}", "204", True),
+        ("x=5", "5", True),
+        ("3, 1, 2", "1,2,3", True),
+        (r"(3, \pi/2)", r"\left( 3, \frac{\pi}{2} \right)", True),
+        ("2(k+1)", "2k+2", True),
+        ("1,000", "1000", True),
+        ("Evelyn", r"\text{Evelyn}", True),
+        (r"0.\overline{3}", r"0.\overline{3}", True),
+        ("6: 00", "6:00", True),
+        ("0.51", r"\frac{1}{2}", False),
+        ("7:00", "6:00", False),
+        ("1,2", "1,2,3", False),
+        ("(2,1)", "(1,2)", False),
+        ("silent", r"\text{listen}", False),
+        ("", "5", False),
+        ("((((", "5", False),
+        (r"\frac{1}", "1", False),
+        ("204_5", "204_8", False),
+        ("204_{5}", "204_5", True),
+        ("204", "204_5", True),
+    ],
+)
 def test_math(box, answer, right):
     assert grade(rf"\boxed{{0}} so \boxed{{{box}}}", answer, "math") == Graded(box, right)
 
@@ -225,16 +324,32 @@ def test_exact_compares_the_value_of_numbers_with_a_power_of_ten_only():
 @needs_math
 @pytest.mark.parametrize(
     ("found", "answer"),
-    [(r"\frac{1}{2004!}", r"\frac{1}{2006!}"), (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
-     (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}"), ("10^{-20}", "10^{-21}"),
-     ("0.0000001", "0.0000002"), ("1e-7", "2e-7"), ("1e-7x", "2e-7x"), (r"10^{-20}\pi", r"10^{-21}\pi"),
-     (r"\{10^{-20}, 1\}", r"\{10^{-21}, 1\}"), ("(10^{-20}, 1)", "(10^{-21}, 1)"), ("x=10^{-20}", "x=10^{-21}"),
-     ("x<10^{-20}", "x<10^{-21}"), (r"1+10^{-30}", "1"), (r"\pi+10^{-60}", r"\pi"), ("0.000123", r"\frac{1}{8100}"),
-     (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"),
-     ("2^{100}", "2^{100}+1"), ("123456789012345678901", "123456789012345678902"),
-     ("(0.1234567890123456789,1)", "(0.1234567890123456788,1)"), ("3.14", r"\pi"), ("0.3333", r"\frac{1}{3}"),
-     (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"), (r"1, 2, \ldots, n", r"1, 2, \ldots, 2n")],
-)  # fmt: skip
+    [
+        (r"\frac{1}{2004!}", r"\frac{1}{2006!}"),
+        (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
+        (r"\frac{2^{2005}+1}{3 \cdot 2^{2006}}", r"\frac{1}{3 \cdot 2^{2006}}"),
+        ("10^{-20}", "10^{-21}"),
+        ("0.0000001", "0.0000002"),
+        ("1e-7", "2e-7"),
+        ("1e-7x", "2e-7x"),
+        (r"10^{-20}\pi", r"10^{-21}\pi"),
+        (r"\{10^{-20}, 1\}", r"\{10^{-21}, 1\}"),
+        ("(10^{-20}, 1)", "(10^{-21}, 1)"),
+        ("x=10^{-20}", "x=10^{-21}"),
+        ("x<10^{-20}", "x<10^{-21}"),
+        (r"1+10^{-30}", "1"),
+        (r"\pi+10^{-60}", r"\pi"),
+        ("0.000123", r"\frac{1}{8100}"),
+        (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"),
+        ("2^{100}", "2^{100}+1"),
+        ("123456789012345678901", "123456789012345678902"),
+        ("(0.1234567890123456789,1)", "(0.1234567890123456788,1)"),
+        ("3.14", r"\pi"),
+        ("0.3333", r"\frac{1}{3}"),
+        (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"),
+        (r"1, 2, \ldots, n", r"1, 2, \ldots, 2n"),
+    ],
+)
 def test_different_numbers_are_never_equal(found, answer):
     for one, other in ((found, answer), (answer, found)):
         assert not GRADERS["math"](rf"\boxed{{{one}}}", other)
@@ -244,13 +359,25 @@ def test_different_numbers_are_never_equal(found, answer):
 @needs_math
 @pytest.mark.parametrize(
     ("found", "answer"),
-    [("0.333333", r"\frac{1}{3}"), ("0.058824", r"\frac{1}{17}"), ("3.141593", r"\pi"),
-     ("66.666667", r"\frac{200}{3}"),
-     (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"), (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"), (r"50\%", "0.5"),
-     (r"9\%", "9"), ("2e-1", "-1+2e"), (r"(1e-7, 2)", r"(1\times 10^{-7}, 2)"), (r"5\frac12", "5.5"),
-     (r"1, 2, \ldots, n", r"1,2,\dots,n"), (r"\frac12, \ldots, n", r"0.5, ..., n"), ("x^2+2x+1", "(x+1)^2"),
-     (r"\frac{1}{2004!}", r"\frac{2005}{2005!}"), ("0.1x", r"\frac{x}{10}")],
-)  # fmt: skip
+    [
+        ("0.333333", r"\frac{1}{3}"),
+        ("0.058824", r"\frac{1}{17}"),
+        ("3.141593", r"\pi"),
+        ("66.666667", r"\frac{200}{3}"),
+        (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
+        (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
+        (r"50\%", "0.5"),
+        (r"9\%", "9"),
+        ("2e-1", "-1+2e"),
+        (r"(1e-7, 2)", r"(1\times 10^{-7}, 2)"),
+        (r"5\frac12", "5.5"),
+        (r"1, 2, \ldots, n", r"1,2,\dots,n"),
+        (r"\frac12, \ldots, n", r"0.5, ..., n"),
+        ("x^2+2x+1", "(x+1)^2"),
+        (r"\frac{1}{2004!}", r"\frac{2005}{2005!}"),
+        ("0.1x", r"\frac{x}{10}"),
+    ],
+)
 def test_one_number_in_two_forms_is_equal(found, answer):
     assert GRADERS["math"](rf"\boxed{{{found}}}", answer)
     assert GRADERS["math"](rf"\boxed{{{answer}}}", found)
@@ -281,12 +408,25 @@ def test_decimal_numbers_are_equal_if_and_only_if_their_values_are(one, other):
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [("So #### 12", "12"), ("It is 3*4.\n#### 1,200", "1,200"), ("The answer is 12.", "12"),
-     ("The answer is $12$. I hope it is correct.", "12"), ("**Answer:** 12", "12"), ("**Final Answer**\n\n12", "12"),
-     ("Final answer: \\(12\\).", "12"), (r"So $x = \boxed 7$.", "7"), (r"\boxed7", "7"), (r"\fbox{17}", "17"),
-     (r"\framebox[2cm]{5}", "5"), (r"The answer is 5. \boxed{7}", "7"), (r"The answer is \boxed{7", None),
-     ("#### 1. The first step", None), ("It is 12.", None), ("The answer is 12</think>", None)],
-)  # fmt: skip
+    [
+        ("So #### 12", "12"),
+        ("It is 3*4.\n#### 1,200", "1,200"),
+        ("The answer is 12.", "12"),
+        ("The answer is $12$. I hope it is correct.", "12"),
+        ("**Answer:** 12", "12"),
+        ("**Final Answer**\n\n12", "12"),
+        ("Final answer: \\(12\\).", "12"),
+        (r"So $x = \boxed 7$.", "7"),
+        (r"\boxed7", "7"),
+        (r"\fbox{17}", "17"),
+        (r"\framebox[2cm]{5}", "5"),
+        (r"The answer is 5. \boxed{7}", "7"),
+        (r"The answer is \boxed{7", None),
+        ("#### 1. The first step", None),
+        ("It is 12.", None),
+        ("The answer is 12</think>", None),
+    ],
+)
 def test_answers_are_found_in_every_spelling(text, found):
     assert grade(text, "none", "exact").found == found
     number = None if found is None else found.replace(",", "")
@@ -296,9 +436,24 @@ def test_answers_are_found_in_every_spelling(text, found):
 # --- adversarial texts
 
 PIECES = [
-    r"\boxed{", r"\boxed ", r"\framebox[", "(", "{", "9", "9,999,", "1e5", r"\times 10^{", "1-", "answer ", "(A) or ",
-    "answer is A ", " ", "*", "#", "$",
-]  # fmt: skip
+    r"\boxed{",
+    r"\boxed ",
+    r"\framebox[",
+    "(",
+    "{",
+    "9",
+    "9,999,",
+    "1e5",
+    r"\times 10^{",
+    "1-",
+    "answer ",
+    "(A) or ",
+    "answer is A ",
+    " ",
+    "*",
+    "#",
+    "$",
+]
 ADVERSARIAL = """
 import json, sys
 from minithink.evaluate.grading import GRADERS, grade

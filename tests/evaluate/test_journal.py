@@ -586,8 +586,10 @@ def hostile_run(folder: Path, chance: random.Random) -> Path:
     for policy, budget in cells:
         rows += [record(policy=policy, budget=budget, id=str(i), group="gh"[i % 2]) for i in range(3)]
     lines = [json.loads(row.to_json()) for row in rows]
-    config = {"settings": {**SETTINGS, "policies": ["full", "rkv"], "budgets": [128, 0.5], "dataset": "facts"},
-              "runs": [{"sequences_total": 9}]}  # fmt: skip
+    config = {
+        "settings": {**SETTINGS, "policies": ["full", "rkv"], "budgets": [128, 0.5], "dataset": "facts"},
+        "runs": [{"sequences_total": 9}],
+    }
     if chance.random() < 0.6:
         at = chance.randrange(len(lines))
         lines[at] = mutated(lines[at], chance)

@@ -27,11 +27,16 @@ from tests.test_loop import Launched
 torch.set_num_threads(1)
 
 POLICIES = [
-    "full", "window:budget=20", "rkv:budget=20,buffer=4,alpha=3", "quant:fmt=int4,by=token,group=16",
-    "kivi:group=16,residual=16", "pm_kvq:bits=4,max_len=40,window=8",
-    "crystal_kv_lite:budget=20,protect_prompt=false", "window:budget=20+quant:fmt=int4,by=token,group=16",
+    "full",
+    "window:budget=20",
+    "rkv:budget=20,buffer=4,alpha=3",
+    "quant:fmt=int4,by=token,group=16",
+    "kivi:group=16,residual=16",
+    "pm_kvq:bits=4,max_len=40,window=8",
+    "crystal_kv_lite:budget=20,protect_prompt=false",
+    "window:budget=20+quant:fmt=int4,by=token,group=16",
     "window:budget=20+quant:fmt=fp8",
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

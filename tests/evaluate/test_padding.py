@@ -91,7 +91,7 @@ def test_padding_never_gives_budget(engine: Engine) -> None:
         ("window:budget=12,protect_prompt=true", [5, 12]),
         ("snapkv:cap=6,window=2+window:budget=34,protect_prompt=true", [8, 34]),
         ("snapkv:cap=3,window=2+window:budget=20,protect_prompt=true", [4, 20]),
-    ):  # fmt: skip
+    ):
         sequences = [Track(i, i, 0, [9] * n, 5, "length") for i, n in enumerate((4, 30))]
         charge(sequences, parse(text), 2, False)
         assert [s.budget for s in sequences] == want, text

@@ -52,9 +52,14 @@ def test_every_policy_at_every_budget_that_it_takes() -> None:
     policies = ["full", "rkv:buffer=0", "kivi", "window:budget=99", "rkv+quant:fmt=fp8"]
     cells = plan(specs(*policies), [256, 512])
     assert names(cells) == [
-        ("full", None), ("rkv:buffer=0", 256), ("rkv:buffer=0", 512), ("kivi", None), ("window:budget=99", 99),
-        ("rkv+quant:fmt=fp8", 256), ("rkv+quant:fmt=fp8", 512),
-    ]  # fmt: skip
+        ("full", None),
+        ("rkv:buffer=0", 256),
+        ("rkv:buffer=0", 512),
+        ("kivi", None),
+        ("window:budget=99", 99),
+        ("rkv+quant:fmt=fp8", 256),
+        ("rkv+quant:fmt=fp8", 512),
+    ]
 
 
 def test_full_goes_first_where_a_share_needs_it() -> None:
@@ -198,8 +203,10 @@ def test_prompts_that_are_longer_than_what_is_kept_are_said() -> None:
 
 def test_cells_are_named() -> None:
     assert [str(c) for c in (cell("full", None), cell("rkv", 1256), cell("rkv", 0.5))] == [
-        "full", "rkv at 1,256 tokens", "rkv at 0.5",
-    ]  # fmt: skip
+        "full",
+        "rkv at 1,256 tokens",
+        "rkv at 0.5",
+    ]
 
 
 def test_a_budget_that_never_applied_is_said_once() -> None:

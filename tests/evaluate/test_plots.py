@@ -136,9 +136,11 @@ def test_what_is_drawn() -> None:
     assert bytes_axis.get_xscale() == "log"
     sizes = {c.get_label(): list(c.lines[0].get_xdata()) for c in bytes_axis.containers}
     assert sizes == {
-        "full": [2**16], "kivi:bits=2+_x": [2**16 + 2**10], "rkv:buffer=0": [2**16 + 2 * 2**10, 2**16 + 3 * 2**10],
+        "full": [2**16],
+        "kivi:bits=2+_x": [2**16 + 2**10],
+        "rkv:buffer=0": [2**16 + 2 * 2**10, 2**16 + 3 * 2**10],
         "a&b<c>$x$": [2**16 + 4 * 2**10, 2**16 + 5 * 2**10],
-    }  # fmt: skip
+    }
     [front] = [line for line in bytes_axis.lines if line.get_gid() == "pareto-front"]
     assert front.get_xydata().tolist() == [[2**16, 75]], "all are as good, one is the smallest"
 
@@ -163,13 +165,15 @@ def test_policies_stand_side_by_side_in_order(n: int, budgets: list[float]) -> N
 
 def test_the_title_says_what_was_asked(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    for n, (settings, want) in enumerate([
-        ({"dataset": "facts", "split": None}, "facts, test, 4 problems"),
-        ({"dataset": "facts", "split": "validation"}, "facts, validation, 4 problems"),
-        ({"dataset": "some/where/mine.JSONL", "split": None}, "mine.JSONL, 4 problems"),
-        ({"dataset": "hub:owner/x.json", "split": "train"}, "hub:owner/x.json, train, 4 problems"),
-        ({}, "4 problems"),
-    ]):  # fmt: skip
+    for n, (settings, want) in enumerate(
+        [
+            ({"dataset": "facts", "split": None}, "facts, test, 4 problems"),
+            ({"dataset": "facts", "split": "validation"}, "facts, validation, 4 problems"),
+            ({"dataset": "some/where/mine.JSONL", "split": None}, "mine.JSONL, 4 problems"),
+            ({"dataset": "hub:owner/x.json", "split": "train"}, "hub:owner/x.json, train, 4 problems"),
+            ({}, "4 problems"),
+        ]
+    ):
         folder = write(tmp_path / str(n), results(), **settings)
         assert main(["plot", str(folder)]) == 0
         for path in folder.glob("*.svg"):
@@ -217,8 +221,12 @@ def test_shares_have_a_picture_of_their_own(tmp_path: Path) -> None:
     mixed = write(tmp_path / "mixed", results([128, 0.25]))
     assert main(["plot", str(mixed)]) == 0
     assert {p.stem for p in mixed.glob("*.svg")} == {
-        "accuracy-by-budget", "length-by-budget", "accuracy-by-share", "length-by-share", "accuracy-by-bytes",
-    }  # fmt: skip
+        "accuracy-by-budget",
+        "length-by-budget",
+        "accuracy-by-share",
+        "length-by-share",
+        "accuracy-by-bytes",
+    }
     assert "25 %" in (mixed / "accuracy-by-share.svg").read_text()
     assert "25 %" not in (mixed / "accuracy-by-budget.svg").read_text()
     none = write(tmp_path / "none", [record(kv_bytes_peak=0), record(policy="kivi")])

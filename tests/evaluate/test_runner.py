@@ -141,8 +141,10 @@ def test_answers_are_graded(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(runner, "Stage", lambda *_: type("Inside", (), {"name": "think"}))
     got = evaluate(model, path, tmp_path / "out")
     assert [(r["found"], r["right"]) for _, r in sorted(got.items())] == [
-        ("3.0", True), ("3.0", False), ("3.0", True),
-    ]  # fmt: skip
+        ("3.0", True),
+        ("3.0", False),
+        ("3.0", True),
+    ]
     monkeypatch.setattr("minithink.text.tokenizer.Tokenizer.decode", lambda *_: said.partition("</think>")[0])
     got = evaluate(model, path, tmp_path / "cut", grader="number")
     assert not any(r["right"] for r in got.values()), "a box in thinking that never ends is no answer"
@@ -362,9 +364,14 @@ def test_budgets_pay_for_padding_if_asked(model: Path, problems: Path, tmp_path:
     for group in (False, True):
         changed = {"group": True} if group else {}
         got = evaluate(
-            model, problems, tmp_path / str(group), policies="full,window:budget=60", padded_budget=3,
-            max_new_tokens=70, **changed,
-        )  # fmt: skip
+            model,
+            problems,
+            tmp_path / str(group),
+            policies="full,window:budget=60",
+            padded_budget=3,
+            max_new_tokens=70,
+            **changed,
+        )
         valid = padded_budgets(prompts, [60] * len(prompts), 3, group)
         for i, n in enumerate(prompts):
             r = got[Key("window:budget=60", 60, f"p{i}", 0)]
@@ -418,9 +425,13 @@ def backwards(sequences: list[Track], lengths: Iterable[int]) -> list[Track]:
 
 
 def test_order_and_interruption_change_nothing(
-    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
+    whole: dict[Key, Any],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Bit for bit: another order, so that other sequences run side by side, and interruptions at any place."""
     given = options(model, problems, tmp_path, policies=POLICIES)
     monkeypatch.setattr(runner, "in_order", backwards)
@@ -480,9 +491,7 @@ def test_the_longest_go_first(model: Path, problems: Path, tmp_path: Path, monke
         assert [known[i] for i in order] == sorted(known.values(), reverse=True), policy
 
 
-def test_fewer_problems_change_nothing(
-    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any]
-) -> None:  # fmt: skip
+def test_fewer_problems_change_nothing(model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any]) -> None:
     got = evaluate(model, problems, tmp_path, policies="full,window:budget=16+quant:fmt=fp8", limit=2)
     assert got == {
         key: r for key, r in whole.items() if key.id in ("p0", "p1") and key.policy in {k.policy for k in got}
@@ -642,9 +651,12 @@ def test_a_killed_run_goes_on(model: Path, problems: Path, tmp_path: Path, whole
     """kill -9 in the middle; what was finished is there."""
     given = options(model, problems, tmp_path, policies=POLICIES)
     process = subprocess.Popen(
-        [sys.executable, "-m", "minithink.evaluate", *given], cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "minithink.evaluate", *given],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     path = tmp_path / "results.jsonl"
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not (path.exists() and path.read_text().count("\n") >= 4):
@@ -674,12 +686,16 @@ def test_other_settings_are_refused(
     evaluate(model, problems, tmp_path, limit=1)
     assert "--limit" not in capsys.readouterr().err
     for changed, said in [
-        ({"seed": 1}, "seed 0 and 1"), ({"batch_size": 4}, "batch_size 3 and 4"), ({"limit": 2}, "limit 1 and 2"),
+        ({"seed": 1}, "seed 0 and 1"),
+        ({"batch_size": 4}, "batch_size 3 and 4"),
+        ({"limit": 2}, "limit 1 and 2"),
         ({"policies": "full,kivi:group=16"}, 'policies ["full"] and ["full", "kivi:group=16"]'),
-        ({"temperature": 0.5}, "temperature 0.9 and 0.5"), ({"top_p": 0.5}, "top_p 1.0 and 0.5"),
-        ({"max_new_tokens": 9}, "max_new_tokens 24 and 9"), ({"num_samples": 2}, "num_samples 1 and 2"),
+        ({"temperature": 0.5}, "temperature 0.9 and 0.5"),
+        ({"top_p": 0.5}, "top_p 1.0 and 0.5"),
+        ({"max_new_tokens": 9}, "max_new_tokens 24 and 9"),
+        ({"num_samples": 2}, "num_samples 1 and 2"),
         ({"dtype": "bfloat16"}, 'dtype "float32" and "bfloat16"'),
-    ]:  # fmt: skip
+    ]:
         given = {"limit": 1, "resume": True, **changed}
         assert main(options(model, problems, tmp_path, **given)) == 2
         err = capsys.readouterr().err
@@ -824,9 +840,15 @@ def test_every_setting_is_kept_to(
     ],
 )
 def test_bad_input_is_one_sentence(
-    model: Path, problems: Path, tmp_path: Path, changed: dict[str, Any], code: int, said: str,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
+    changed: dict[str, Any],
+    code: int,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "out"
     try:
@@ -974,12 +996,15 @@ def started(given: list[str], ranks: int) -> list[subprocess.CompletedProcess[st
     common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "minithink.evaluate", *given], cwd=Path(__file__).parents[2], text=True,
+            [sys.executable, "-m", "minithink.evaluate", *given],
+            cwd=Path(__file__).parents[2],
+            text=True,
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
     return [subprocess.CompletedProcess(p.args, *wait(p)) for p in processes]
 
 
@@ -1057,8 +1082,11 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         assert [Ranks().device(name) for name in ("auto", "cuda", "cpu", "cuda:0")] == [
-            "cuda:1" if there else "auto", "cuda:1", "cpu", "cuda:0",
-        ]  # fmt: skip
+            "cuda:1" if there else "auto",
+            "cuda:1",
+            "cpu",
+            "cuda:0",
+        ]
 
 
 # What policies count ---------------------------------------------------------------------------------------------

@@ -38,12 +38,23 @@ from tests.evaluate.draw import record, runs
 FULL = [
     record(id="p", right=True, generated_tokens=100, steps=100, seconds=1.0, kv_bytes_mean=1000.0, tokens_mean=50.0),
     *[
-        record(id="q", sample=i, right=i == 0, generated_tokens=200, steps=200, seconds=0.5, kv_bytes_peak=4096,
-               kv_bytes_mean=2000.0, tokens_mean=80.0, tokens_peak=160.0, finish_reason=("length", "context")[i % 2])
+        record(
+            id="q",
+            sample=i,
+            right=i == 0,
+            generated_tokens=200,
+            steps=200,
+            seconds=0.5,
+            kv_bytes_peak=4096,
+            kv_bytes_mean=2000.0,
+            tokens_mean=80.0,
+            tokens_peak=160.0,
+            finish_reason=("length", "context")[i % 2],
+        )
         for i in range(4)
     ],
     record(id="r", right=False, generated_tokens=1000, steps=0, seconds=0.0, kv_bytes_mean=9.0, tokens_mean=9.0),
-]  # fmt: skip
+]
 
 
 def test_a_row_by_hand() -> None:
@@ -134,8 +145,12 @@ def test_without_full_the_first_policy_is_compared_with_at_the_same_budget() -> 
     assert [r.reference for r in by_name.values()] == [None, None, "a", "a", None]
     named = summarize(rows, policies=["b", "a"])
     assert [(r.policy, r.budget, r.difference) for r in named] == [
-        ("b", 8, None), ("b", 16, None), ("a", 8, 0), ("a", 16, -1), ("c", None, None),
-    ]  # fmt: skip
+        ("b", 8, None),
+        ("b", 16, None),
+        ("a", 8, 0),
+        ("a", 16, -1),
+        ("c", None, None),
+    ]
     # One without a budget is compared with at every budget; full is, wherever it stands.
     assert [r.difference for r in summarize(rows, policies=["c"])] == [None, 0, -1, 0, 0]
     late = summarize([*rows, at("full", None, False)], policies=["a", "b", "c", "full"])
@@ -159,13 +174,21 @@ def test_groups_go_by_their_numbers() -> None:
 
 def test_groups() -> None:
     assert [r.group for r in summarize([record(group="g", id=x) for x in "pq"])] == [None], "one group is all"
-    rows = [record(id=x, group=g, right=x == "p", policy=policy)
-            for policy in ("full", "a") for x, g in (("p", "short"), ("q", "long"), ("r", "long"))]  # fmt: skip
+    rows = [
+        record(id=x, group=g, right=x == "p", policy=policy)
+        for policy in ("full", "a")
+        for x, g in (("p", "short"), ("q", "long"), ("r", "long"))
+    ]
     found = summarize([*rows, record(id="s", group="other", policy="a")])
     assert [(r.group, r.policy, r.problems) for r in found] == [
-        (None, "full", 3), (None, "a", 4), ("long", "full", 2), ("long", "a", 2), ("other", "a", 1),
-        ("short", "full", 1), ("short", "a", 1),
-    ]  # fmt: skip
+        (None, "full", 3),
+        (None, "a", 4),
+        ("long", "full", 2),
+        ("long", "a", 2),
+        ("other", "a", 1),
+        ("short", "full", 1),
+        ("short", "a", 1),
+    ]
     assert [r.pass_at_1 for r in found] == [1 / 3, 1 / 2, 0, 0, 1, 1, 1]
     assert found[3].difference == 0
     assert found[4].difference is None
@@ -259,12 +282,21 @@ def test_the_markdown_table() -> None:
 @pytest.mark.parametrize(
     ("said", "want"),
     [
-        (size(0), "0 B"), (size(1023), "1,023 B"), (size(1536), "1.5 KiB"), (size(2**20), "1.0 MiB"),
-        (size(2**30), "1.0 GiB"), (size(5 * 2**40), "5,120.0 GiB"), (points(0.125), "+12.5"),
-        (points(-0.03), "−3.0"), (points(-1e-9), "+0.0"), (budget_text(None), "–"), (budget_text(4096), "4,096"),
-        (budget_text(0.25), "25 %"), (budget_text(0.125), "12.5 %"),
+        (size(0), "0 B"),
+        (size(1023), "1,023 B"),
+        (size(1536), "1.5 KiB"),
+        (size(2**20), "1.0 MiB"),
+        (size(2**30), "1.0 GiB"),
+        (size(5 * 2**40), "5,120.0 GiB"),
+        (points(0.125), "+12.5"),
+        (points(-0.03), "−3.0"),
+        (points(-1e-9), "+0.0"),
+        (budget_text(None), "–"),
+        (budget_text(4096), "4,096"),
+        (budget_text(0.25), "25 %"),
+        (budget_text(0.125), "12.5 %"),
     ],
-)  # fmt: skip
+)
 def test_units(said: str, want: str) -> None:
     assert said == want
 

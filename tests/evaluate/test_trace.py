@@ -37,11 +37,12 @@ pytestmark = pytest.mark.usefixtures("quick")
 NAMES = {  # of the cells of POLICIES
     "full": "run.full.trace",
     "rkv:budget=16,buffer=2,alpha=3": "run.rkv-budget=16,buffer=2,alpha=3.trace",
-    "crystal_kv_lite:budget=14,protect_prompt=false,exempt_answer=false":
-        "run.crystal_kv_lite-budget=14,protect_prompt=false,exempt_answer=false.trace",
+    "crystal_kv_lite:budget=14,protect_prompt=false,exempt_answer=false": (
+        "run.crystal_kv_lite-budget=14,protect_prompt=false,exempt_answer=false.trace"
+    ),
     "kivi:group=16,residual=16": "run.kivi-group=16,residual=16.trace",
     "window:budget=16+quant:fmt=fp8": "run.window-budget=16+quant-fmt=fp8.trace",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +129,23 @@ def test_results_are_the_same_and_the_trace_is_theirs(
 def test_one_cell_is_recorded_in_the_file_itself(model: Path, problems: Path, tmp_path: Path) -> None:
     """Of several samples the first; samples of other problems have other numbers."""
     evaluate(
-        model, problems, tmp_path / "out", policies="window", budgets=12, num_samples=2, limit=2, schedule="every",
-        split=None, trace=tmp_path / "deep" / "run.trace",
-    )  # fmt: skip
+        model,
+        problems,
+        tmp_path / "out",
+        policies="window",
+        budgets=12,
+        num_samples=2,
+        limit=2,
+        schedule="every",
+        split=None,
+        trace=tmp_path / "deep" / "run.trace",
+    )
     trace = the_trace(tmp_path / "deep" / "run.trace")
     about = {"policy": "window", "budget": 12, "schedule": "every", "problem": "p0", "sample": 0}
     assert about.items() <= trace.head.about.items()
-    [want, _] = load(model, device="cpu").generate(QUESTIONS[:1], max_new_tokens=NEW, num_samples=2, policy="window",
-                                                   budget=12)  # fmt: skip
+    [want, _] = load(model, device="cpu").generate(
+        QUESTIONS[:1], max_new_tokens=NEW, num_samples=2, policy="window", budget=12
+    )
     assert trace.ids[trace.prompt :].tolist() == want.token_ids[:-1]
 
 
@@ -209,9 +219,10 @@ def test_it_takes_no_place_of_anything_else(
     other.write_text("a letter")
     for words in ({"trace": mine}, {"trace": tmp_path / "run.trace", "policies": "full,window", "budgets": 12}):
         assert main(options(model, mine, tmp_path / "out", **words)) == 1
-        assert re.search(r"The trace cannot be written to .*: there is a file that is no trace; delete it", (
-            capsys.readouterr().err
-        ))  # fmt: skip
+        assert re.search(
+            r"The trace cannot be written to .*: there is a file that is no trace; delete it",
+            (capsys.readouterr().err),
+        )
         assert not (tmp_path / "out").exists()
     assert (mine.read_text(), other.read_text()) == (problems.read_text(), "a letter")
 
@@ -228,9 +239,13 @@ def test_help_says_what_is_recorded(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_done_is_not_recorded(
-    model: Path, problems: Path, tmp_path: Path, whole: dict[Key, Any], monkeypatch: pytest.MonkeyPatch,
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
+    whole: dict[Key, Any],
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """A run resumed: only cells whose sequence still had to run have a trace, and of the others it is said."""
     policies = "full,window:budget=16+quant:fmt=fp8"
     given = options(model, problems, tmp_path / "out", policies=policies)
