@@ -82,9 +82,15 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.decoder = with_backend(decoder_of(0), ONE_BY_ONE)
         self.manager = manager_for(
-            self.decoder, Curious(), backend=ONE_BY_ONE, rows=ROWS, tokens=WIDTH, columns="fit", poison=False,
+            self.decoder,
+            Curious(),
+            backend=ONE_BY_ONE,
+            rows=ROWS,
+            tokens=WIDTH,
+            columns="fit",
+            poison=False,
             think_ids=(OPEN, CLOSE),
-        )  # fmt: skip
+        )
         self.draw = torch.Generator().manual_seed(seed)
         for seq, n in PROMPTS.items():
             budget = 11 if seq == 1 else None  # one of its own

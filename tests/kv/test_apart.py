@@ -52,10 +52,13 @@ def feed(decoder: Decoder, cache: Any, chunks: dict[int, list[int]], idle: int =
 @pytest.mark.parametrize(
     "kind",
     [
-        "plain", "push", "rkv:budget=12,buffer=2,alpha=3", "kivi:bits=8,group=16,residual=16",
+        "plain",
+        "push",
+        "rkv:budget=12,buffer=2,alpha=3",
+        "kivi:bits=8,group=16,residual=16",
         "streaming_llm:budget=12,sink=3,rerotate=true",
     ],
-)  # fmt: skip
+)
 def test_each_as_if_it_were_alone(kind: str) -> None:
     """In any company, and beside idle rows, which change nothing; with products one row at a time, bit for bit."""
     decoder = with_backend(decoder_of(0), ONE_BY_ONE)

@@ -67,9 +67,14 @@ def with_backend(decoder: Decoder, backend: Any) -> Decoder:
 
 @torch.inference_mode()
 def feed_batch(
-    decoder: Decoder, manager: KVManager, tokens: Mapping[int, int], idle: Sequence[int] = (), turn: int = 0,
-    decide: Callable[[], object] | None = None, through: Any = None,
-) -> dict[int, Tensor]:  # fmt: skip
+    decoder: Decoder,
+    manager: KVManager,
+    tokens: Mapping[int, int],
+    idle: Sequence[int] = (),
+    turn: int = 0,
+    decide: Callable[[], object] | None = None,
+    through: Any = None,
+) -> dict[int, Tensor]:
     """One token for each of these sequences, part by part as the loop does, beside idle rows → logits [V] of each.
 
     Args:
@@ -364,9 +369,13 @@ STORAGES = (
 
 @settings(max_examples=25)
 @given(
-    storage=st.sampled_from(STORAGES), scope=st.sampled_from(SCOPES), budget=st.integers(3, 30),
-    seed=st.integers(0, 99), thoughts=st.booleans(), data=st.data(),
-)  # fmt: skip
+    storage=st.sampled_from(STORAGES),
+    scope=st.sampled_from(SCOPES),
+    budget=st.integers(3, 30),
+    seed=st.integers(0, 99),
+    thoughts=st.booleans(),
+    data=st.data(),
+)
 def test_any_storage_scope_and_order(
     storage: Storage, scope: Scope, budget: int, seed: int, thoughts: bool, data: st.DataObject
 ) -> None:

@@ -104,13 +104,15 @@ EVICTS: dict[str, tuple[dict[str, Any], str]] = {
     "a layer that is true": ({"drop": mask(None, 3, 2, 6), "layer": True}, "Evict.layer is True"),
     "a layer's name": ({"drop": mask(None, 3, 2, 6), "layer": "0"}, "Evict.layer is '0'"),
     "a word for protected": (
-        {"drop": mask(None, 2, 3, 2, 6), "even_protected": "yes"}, "Evict.even_protected is 'yes', and it must be",
+        {"drop": mask(None, 2, 3, 2, 6), "even_protected": "yes"},
+        "Evict.even_protected is 'yes', and it must be",
     ),
-}  # fmt: skip
+}
 MOVES: dict[str, tuple[dict[str, Any], str]] = {
     "tokens alone": ({"where": mask(None, 6), "fmt": "fp8"}, r"Requantize.where is a tensor, bool \[6\]"),
     "an unknown format": (
-        {"where": mask(None, 2, 3, 2, 6), "fmt": "fp4"}, "Requantize.fmt is 'fp4', and the storage has plain, fp8",
+        {"where": mask(None, 2, 3, 2, 6), "fmt": "fp4"},
+        "Requantize.fmt is 'fp4', and the storage has plain, fp8",
     ),
     "no format": ({"where": mask(None, 2, 3, 2, 6), "fmt": None}, "Requantize.fmt is None"),
     "an unknown way": (
@@ -118,7 +120,7 @@ MOVES: dict[str, tuple[dict[str, Any], str]] = {
         "Requantize.how is 'fast', and it must be values or shrink",
     ),
     "a wrong layer": ({"where": mask(None, 3, 2, 6), "fmt": "fp8", "layer": 9}, "Requantize.layer is 9"),
-}  # fmt: skip
+}
 YES = torch.tensor([True, False, False])
 TYPE = torch.zeros(ROWS, dtype=torch.uint8)
 SEGMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -132,10 +134,11 @@ BUDGETS: dict[str, tuple[dict[str, Any], str]] = {
     "64 bits": ({"tokens": torch.full((2, 3, 2), 5)}, "SetBudget.tokens is a tensor, int64"),
     "a layer's shape": ({"tokens": torch.full((3, 2), 5, dtype=torch.int32)}, r"int32 \[3, 2\]"),
     "a negative budget": (
-        {"tokens": torch.full((2, 3, 2), -5, dtype=torch.int32)}, "SetBudget.tokens is -5, and a budget must be",
+        {"tokens": torch.full((2, 3, 2), -5, dtype=torch.int32)},
+        "SetBudget.tokens is -5, and a budget must be",
     ),
     "a wrong layer": ({"tokens": torch.full((3, 2), 5, dtype=torch.int32), "layer": 2}, "SetBudget.layer is 2"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", ANSWERS)
@@ -194,13 +197,15 @@ class Still(Policy):
 
 NO_DECIDE: dict[str, tuple[dict[str, Any], str]] = {
     "a budget": (
-        {"budget": 8}, "budget is 8, and without a `decide` nothing is evicted: write .*, or leave the budget out",
+        {"budget": 8},
+        "budget is 8, and without a `decide` nothing is evicted: write .*, or leave the budget out",
     ),
     "a budget of nothing": ({"budget": 0}, "budget is 0, and without a `decide`"),
     "a schedule that gives one": (
-        {"schedule": "sawtooth:9/5"}, "schedule is 'sawtooth:9/5', and .* or leave the schedule out",
+        {"schedule": "sawtooth:9/5"},
+        "schedule is 'sawtooth:9/5', and .* or leave the schedule out",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("stacked", [False, True])

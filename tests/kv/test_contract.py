@@ -59,10 +59,30 @@ def test_schedules_are_read(text: str, schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "Every", "every:1", "interval", "interval:", "interval:0", "interval:-1", "interval:1.5", "interval:3 ",
-     "sawtooth:8", "sawtooth:8/8", "sawtooth:8/9", "sawtooth:8/0", "sawtooth:8/4/2", "sawtooth:-8/4", "daily",
-     "share:1/0.4", "share:0.3", "share:0.3/1.5", "share:-0.3/0.4", "share:nan/0.4"],
-)  # fmt: skip
+    [
+        "",
+        "Every",
+        "every:1",
+        "interval",
+        "interval:",
+        "interval:0",
+        "interval:-1",
+        "interval:1.5",
+        "interval:3 ",
+        "sawtooth:8",
+        "sawtooth:8/8",
+        "sawtooth:8/9",
+        "sawtooth:8/0",
+        "sawtooth:8/4/2",
+        "sawtooth:-8/4",
+        "daily",
+        "share:1/0.4",
+        "share:0.3",
+        "share:0.3/1.5",
+        "share:-0.3/0.4",
+        "share:nan/0.4",
+    ],
+)
 def test_other_schedules_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is unknown; write every, interval:n") as error:
         Schedule.parse(text)

@@ -43,10 +43,29 @@ from tests.strategies import example_config, random_decoder
 torch.set_num_threads(1)
 
 CAPTURABLE = (
-    "window", "streaming_llm", "random", "rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "dynts", "thinkv", "tbe",
-    "tbq", "snapkv_decode", "ada_snapkv", "pyramidkv", "random_attention", "vase", "h2o", "tova",
-    "scissorhands", "raas", "lazy_eviction", "morphkv",
-)  # fmt: skip
+    "window",
+    "streaming_llm",
+    "random",
+    "rkv",
+    "skipkv",
+    "crystal_kv",
+    "crystal_kv_lite",
+    "dynts",
+    "thinkv",
+    "tbe",
+    "tbq",
+    "snapkv_decode",
+    "ada_snapkv",
+    "pyramidkv",
+    "random_attention",
+    "vase",
+    "h2o",
+    "tova",
+    "scissorhands",
+    "raas",
+    "lazy_eviction",
+    "morphkv",
+)
 TEXTS = (
     *(text for name in CAPTURABLE for text in SMALL[name]),
     "rkv:schedule=sawtooth:24/15,alpha=3,protect_prompt=true",
@@ -366,9 +385,18 @@ class AsksNothing(TorchDispatchMode):
     """Refuses what a CUDA graph cannot capture: numbers read or made by the host, shapes that depend on values."""
 
     REFUSED = (
-        "_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "unique2",
-        "_unique2", "repeat_interleave", "bincount",
-    )  # fmt: skip
+        "_local_scalar_dense",
+        "lift_fresh",
+        "nonzero",
+        "masked_select",
+        "is_nonzero",
+        "equal",
+        "unique",
+        "unique2",
+        "_unique2",
+        "repeat_interleave",
+        "bincount",
+    )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::").split(".")[0]
@@ -381,9 +409,15 @@ class AsksNothing(TorchDispatchMode):
 def test_what_asks_is_noticed() -> None:
     x = torch.arange(3)
     for wrong in (
-        lambda: x.sum().item(), lambda: x.tolist()[int(x[0])], lambda: torch.tensor([1, 2]), lambda: x[x > 1],
-        lambda: bool(x.any()), lambda: x.nonzero(), lambda: x.masked_select(x > 1), lambda: torch.tensor(3),
-    ):  # fmt: skip
+        lambda: x.sum().item(),
+        lambda: x.tolist()[int(x[0])],
+        lambda: torch.tensor([1, 2]),
+        lambda: x[x > 1],
+        lambda: bool(x.any()),
+        lambda: x.nonzero(),
+        lambda: x.masked_select(x > 1),
+        lambda: torch.tensor(3),
+    ):
         with pytest.raises(AssertionError), AsksNothing():
             wrong()
     with AsksNothing():
@@ -401,9 +435,11 @@ def test_nothing_asks_the_host(text: str) -> None:
             return REFERENCE.survivors(*args)
 
     backend = replace(
-        REFERENCE, evict=lambda **named: evictions.append(named), survivors=survivors,
+        REFERENCE,
+        evict=lambda **named: evictions.append(named),
+        survivors=survivors,
         gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
-    )  # fmt: skip
+    )
     decoder = with_backend(decoder_of(0), backend)
     manager = make(decoder, text, poison=False)
     manager.captured = True

@@ -22,13 +22,18 @@ from tests.policies.test_laws import CLOSE, OPEN, decoder_of
 torch.set_num_threads(1)
 TOKENS = 60
 POLICIES = (
-    "full", "window:budget=12", "streaming_llm:budget=12,sink=3", "streaming_llm:budget=12,sink=3,rerotate=true",
+    "full",
+    "window:budget=12",
+    "streaming_llm:budget=12,sink=3",
+    "streaming_llm:budget=12,sink=3,rerotate=true",
     "random:budget=14,schedule=interval:3",
-    "rkv:budget=12,buffer=4,alpha=3", "rkv:budget=12,buffer=0,alpha=3,compaction=gather",
-    "crystal_kv_lite:budget=18", "snapkv:cap=8,window=3,kernel_size=3",
+    "rkv:budget=12,buffer=4,alpha=3",
+    "rkv:budget=12,buffer=0,alpha=3,compaction=gather",
+    "crystal_kv_lite:budget=18",
+    "snapkv:cap=8,window=3,kernel_size=3",
     "thinkv:budget=26,tau=4,retention=2/1,g=4,precision=R16E16T16,block=2,layers=0/1,thresholds=0.44/0.54",
     "kivi:bits=4,group=16,residual=16,flush=official",
-)  # fmt: skip
+)
 
 
 def live(dense: Dense, parts: bool, steps: int = 26) -> Dense:
@@ -97,8 +102,14 @@ def test_attention_is_that_of_the_tokens_held(text: str, how: str, monkeypatch: 
     assert (manager.held(0) < manager.length(0)) == (text != "full" and not official)
 
 
-@pytest.mark.parametrize("storage", [Storage(block=1), Storage(("fp32",), buffer=4, block=2), Storage(
-    ("fp32", "plain"), buffer=3, block=4, tail="keep", sink=2)])  # fmt: skip
+@pytest.mark.parametrize(
+    "storage",
+    [
+        Storage(block=1),
+        Storage(("fp32",), buffer=4, block=2),
+        Storage(("fp32", "plain"), buffer=3, block=4, tail="keep", sink=2),
+    ],
+)
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("parts", [False, True])
 def test_buffers_and_formats_that_round_nothing(storage: Storage, scope: Scope, parts: bool) -> None:

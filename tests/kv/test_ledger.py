@@ -33,8 +33,14 @@ def test_a_ledger_adds_up() -> None:
     ledger = Ledger(1, 2, 4, 8, 16, 32, 64)
     assert (ledger.total, ledger.held) == (127, 63)
     assert ledger.as_dict() == {
-        "payload": 1, "scales": 2, "tables": 4, "buffers": 8, "state": 16, "observations": 32, "reserve": 64,
-    }  # fmt: skip
+        "payload": 1,
+        "scales": 2,
+        "tables": 4,
+        "buffers": 8,
+        "state": 16,
+        "observations": 32,
+        "reserve": 64,
+    }
     assert Ledger().total == 0
 
 

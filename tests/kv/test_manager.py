@@ -75,9 +75,12 @@ def assert_equal_logits(name: str, got: Tensor, want: Tensor, exact: Tensor | No
 
 
 @given(
-    config=configs(), scope=st.sampled_from(SCOPES), storage=st.sampled_from(EXACT), data=st.data(),
+    config=configs(),
+    scope=st.sampled_from(SCOPES),
+    storage=st.sampled_from(EXACT),
+    data=st.data(),
     seed=st.integers(0, 999),
-)  # fmt: skip
+)
 def test_a_full_cache_is_a_forward_pass_over_the_text(
     config: ModelConfig, scope: Scope, storage: Storage, data: st.DataObject, seed: int
 ) -> None:
@@ -176,14 +179,29 @@ def window(prompt: int, n: int, schedule: str, budget: int, slack: int, protect:
 
 
 @given(
-    config=configs(), scope=st.sampled_from(SCOPES), storage=st.sampled_from(EXACT), prompt=st.integers(1, 20),
-    more=st.integers(1, 20), budget=st.integers(1, 12), slack=st.integers(0, 4), protect=st.booleans(),
-    kind=st.sampled_from(["every", "interval", "sawtooth"]), seed=st.integers(0, 99),
-)  # fmt: skip
+    config=configs(),
+    scope=st.sampled_from(SCOPES),
+    storage=st.sampled_from(EXACT),
+    prompt=st.integers(1, 20),
+    more=st.integers(1, 20),
+    budget=st.integers(1, 12),
+    slack=st.integers(0, 4),
+    protect=st.booleans(),
+    kind=st.sampled_from(["every", "interval", "sawtooth"]),
+    seed=st.integers(0, 99),
+)
 def test_evicted_tokens_are_gone_and_no_others(
-    config: ModelConfig, scope: Scope, storage: Storage, prompt: int, more: int, budget: int, slack: int,
-    protect: bool, kind: str, seed: int,
-) -> None:  # fmt: skip
+    config: ModelConfig,
+    scope: Scope,
+    storage: Storage,
+    prompt: int,
+    more: int,
+    budget: int,
+    slack: int,
+    protect: bool,
+    kind: str,
+    seed: int,
+) -> None:
     """All three schedules: the positions kept, and the logits of a forward pass that sees only these."""
     decoder, n = random_decoder(config, seed), prompt + more
     if protect:
@@ -373,8 +391,16 @@ def test_the_think_stage_opens_and_closes() -> None:
         feed(decoder, manager, {0: pair[:1], 1: pair[1:]})
         held.append((manager.held(0), manager.held(1)))
     # Sequence 1 counts as thinking before it opens the stage, for it might never do so.
-    want = [(True, False), (True, True), (True, True), (True, True), (False, True), (False, True), (False, False),
-            (False, False)]  # fmt: skip
+    want = [
+        (True, False),
+        (True, True),
+        (True, True),
+        (True, True),
+        (False, True),
+        (False, True),
+        (False, False),
+        (False, False),
+    ]
     assert policy.seen == [list(x) for x in want]
     # whoever thinks keeps 4, and the answer is appended beside
     assert held == [(4, 4), (4, 4), (4, 4), (5, 4), (6, 4), (7, 5), (8, 6)]
@@ -722,8 +748,11 @@ class Sinks(Cut):
 @given(
     config=st.sampled_from(sorted(ROPE_FIELDS)).flatmap(lambda kind: configs(rope=kind)),
     scope=st.sampled_from(SCOPES),
-    pull=st.integers(1, 5), recent=st.integers(1, 6), prompt=st.integers(1, 20), seed=st.integers(0, 99),
-)  # fmt: skip
+    pull=st.integers(1, 5),
+    recent=st.integers(1, 6),
+    prompt=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
 def test_pulled_tokens_stand_before_the_next_that_is_held(
     config: ModelConfig, scope: Scope, pull: int, recent: int, prompt: int, seed: int
 ) -> None:

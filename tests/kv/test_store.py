@@ -70,7 +70,7 @@ CASES = {
     "thoughts of one format": Case(Storage(("plain",) * 3, also=("fp8",), block=4)),
     "plain in a buffer": Case(Storage(("plain", "int8"), buffer=3, tail="keep", block=2)),
     "shrink": Case(Storage(PM_KVQ[:3], also=PM_KVQ[3:], buffer=3, tail="keep", sink=2, block=2, shrink=True)),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -102,18 +102,24 @@ class StoreMachine(RuleBasedStateMachine):
         self.storage, self.dim, self.dtype = case.storage, case.dim, case.dtype
 
     @initialize(
-        scope=st.sampled_from(SCOPES), pages=st.sampled_from([20, 20, 20, 6, 2]),
-        scale_rows=st.sampled_from([None, None, 5]), columns=st.sampled_from([None, None, 20]),
+        scope=st.sampled_from(SCOPES),
+        pages=st.sampled_from([20, 20, 20, 6, 2]),
+        scale_rows=st.sampled_from([None, None, 5]),
+        columns=st.sampled_from([None, None, 20]),
         seed=st.integers(0, 999),
-    )  # fmt: skip
+    )
     def start(self, scope: Scope, pages: int, scale_rows: int | None, columns: int | None, seed: int) -> None:
         self.shape = Shape(LAYERS, ROWS, HEADS, 2 * HEADS, self.dim, 8, scope, torch.device("cpu"))
         lt, b, ht = self.shape.tables
         self.columns, plenty, self.pages = columns, pages == 20, max(3, pages * lt * ht)
         store = PagedStore(
-            self.shape, self.storage, pages=self.pages, scale_rows=200 if plenty else scale_rows, dtype=self.dtype,
+            self.shape,
+            self.storage,
+            pages=self.pages,
+            scale_rows=200 if plenty else scale_rows,
+            dtype=self.dtype,
             columns=columns,
-        )  # fmt: skip
+        )
         self.store = poison(store)
         plain = Plain(next(name for name, dtype in DTYPES.items() if dtype == self.dtype))
         self.formats = [
@@ -464,8 +470,11 @@ class StoreMachine(RuleBasedStateMachine):
                     where[unit][column] = False
         moving: dict[int, dict[Unit, list[list[int]]]] = {}  # of each thought type
         for unit, tokens in self.tokens.items():
-            moves = [p for (p, token), w in zip(tokens.items(), where[unit].tolist(), strict=False)
-                     if w and token.format not in (BUFFER, f) and not (shrinks and token.format == 0)]  # fmt: skip
+            moves = [
+                p
+                for (p, token), w in zip(tokens.items(), where[unit].tolist(), strict=False)
+                if w and token.format not in (BUFFER, f) and not (shrinks and token.format == 0)
+            ]
             for kind in range(len(self.home)):
                 mine = [(p, i) for i, p in enumerate(moves) if tokens[p].thought == kind]
                 if mine:

@@ -117,15 +117,31 @@ def take(table: BlockTable, fmt: int, types: Tensor, valid: Tensor) -> list[list
         place[0, row, 0, : sum(own)] = torch.tensor([-1 - i for i, v in enumerate(own) if v], dtype=torch.int32)
     overflow = torch.zeros((), dtype=torch.bool)
     base = allocate(
-        table.live, table.taken, table.filled, table.thought, table.format, table.page, table.pages.stack,
-        table.pages.top, place, count.int(), rows, torch.ones(len(valid), dtype=torch.bool), types.flatten(),
-        torch.full((3,), fmt), torch.tensor(table.slots, dtype=torch.int32), overflow, n, 1,
-    )  # fmt: skip
+        table.live,
+        table.taken,
+        table.filled,
+        table.thought,
+        table.format,
+        table.page,
+        table.pages.stack,
+        table.pages.top,
+        place,
+        count.int(),
+        rows,
+        torch.ones(len(valid), dtype=torch.bool),
+        types.flatten(),
+        torch.full((3,), fmt),
+        torch.tensor(table.slots, dtype=torch.int32),
+        overflow,
+        n,
+        1,
+    )
     assert not overflow
     slots = table.slots[fmt]
     assert (base[~valid[None, :, None]] == table.pages.count * slots).all()
-    return [[divmod(int(x), slots) for x, v in zip(base[0, b, 0], own, strict=True) if v]
-            for b, own in enumerate(valid)]  # fmt: skip
+    return [
+        [divmod(int(x), slots) for x, v in zip(base[0, b, 0], own, strict=True) if v] for b, own in enumerate(valid)
+    ]
 
 
 def free(table: BlockTable, *places: tuple[int, int]) -> None:
