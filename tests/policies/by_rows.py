@@ -20,11 +20,18 @@ def step_of(policy: Policy, prompt: int, clock: int, held: Sequence[int], row: A
     protected = (pos < prompt) & policy.protect_prompt
     tensors = {"pos": pos, "held": torch.full(pos.shape[:3], len(held)), "protected": protected, "mass": mass}
     return SimpleNamespace(
-        shape=shape_of(policy, mass.shape[2]), ops=REFERENCE, row=torch.tensor([0]), active=torch.tensor([True]),
-        clock=clock * one[0, 0], prompt=prompt * one[0, 0], budget=torch.full(pos.shape[:3], policy.budget),
-        thinking=torch.tensor([True]), any=lambda x: bool(x.any()), note=lambda *_: None,
+        shape=shape_of(policy, mass.shape[2]),
+        ops=REFERENCE,
+        row=torch.tensor([0]),
+        active=torch.tensor([True]),
+        clock=clock * one[0, 0],
+        prompt=prompt * one[0, 0],
+        budget=torch.full(pos.shape[:3], policy.budget),
+        thinking=torch.tensor([True]),
+        any=lambda x: bool(x.any()),
+        note=lambda *_: None,
         **{name: lambda layer=None, x=x: x if layer is None else x[layer] for name, x in tensors.items()},
-    )  # fmt: skip
+    )
 
 
 def shape_of(policy: Policy, heads: int) -> Shape:

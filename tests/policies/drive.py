@@ -61,10 +61,14 @@ def follow(
     longest = max(prompts) + steps
     manager = watched(
         KVManager(
-            decoder.config, Rope(decoder.config), informed(policy, decoder.config), rows=rows or len(prompts),
-            tokens=longest, **options,
+            decoder.config,
+            Rope(decoder.config),
+            informed(policy, decoder.config),
+            rows=rows or len(prompts),
+            tokens=longest,
+            **options,
         )
-    )  # fmt: skip
+    )
     text = {seq: tokens_of(seq, longest, decoder) for seq in seqs}
 
     @torch.inference_mode()

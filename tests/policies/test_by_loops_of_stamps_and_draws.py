@@ -279,16 +279,22 @@ def by_sepllm(x: Look, _: Any) -> Lane:
 
 
 LOOPS: dict[str, Callable[[Look, Any], Lane]] = {
-    "raas": by_raas, "lazy_eviction": by_lazy_eviction, "morphkv": by_morphkv,
-    "random_attention": by_random_attention, "vase": by_vase, "sepllm": by_sepllm,
-}  # fmt: skip
+    "raas": by_raas,
+    "lazy_eviction": by_lazy_eviction,
+    "morphkv": by_morphkv,
+    "random_attention": by_random_attention,
+    "vase": by_vase,
+    "sepllm": by_sepllm,
+}
 
 
 # Of policies that note scores: newest tokens, which always stay.
 WINDOWS: dict[str, Callable[[Any], int]] = {
-    "raas": lambda policy: 0, "lazy_eviction": lambda policy: policy.window, "morphkv": lambda policy: policy.window,
+    "raas": lambda policy: 0,
+    "lazy_eviction": lambda policy: policy.window,
+    "morphkv": lambda policy: policy.window,
     "vase": lambda policy: policy.buffer,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -188,11 +188,20 @@ class History:
         for edit in edits:
             drop = edit.drop if isinstance(edit, Evict) else drop
             after = edit.tokens if isinstance(edit, SetBudget) else after
-        self.notes.append({
-            "pos": step.pos().clone(), "mass": mass.clone(), "drop": drop, "active": step.active, "clock": step.clock,
-            "prompt": step.prompt, "thinking": step.thinking, "budget": step.budget.clone(), "after": after.clone(),
-            "score": self.score,
-        })  # fmt: skip
+        self.notes.append(
+            {
+                "pos": step.pos().clone(),
+                "mass": mass.clone(),
+                "drop": drop,
+                "active": step.active,
+                "clock": step.clock,
+                "prompt": step.prompt,
+                "thinking": step.thinking,
+                "budget": step.budget.clone(),
+                "after": after.clone(),
+                "score": self.score,
+            }
+        )
         yield from edits
 
 
@@ -262,9 +271,13 @@ def crf(hits: list[int], t: int, p: CrystalKVLite) -> Fraction:
 
 
 def budgets_of(
-    p: CrystalKV, old: Any, staying: dict[tuple[int, int], list[Any]], hits: dict[Any, list[int]],
-    note: dict[str, Any], row: int,
-) -> Any:  # fmt: skip
+    p: CrystalKV,
+    old: Any,
+    staying: dict[tuple[int, int], list[Any]],
+    hits: dict[Any, list[int]],
+    note: dict[str, Any],
+    row: int,
+) -> Any:
     """Algorithm 2 for the tokens that algorithm 1 has kept, the prompt's too: int32 [L, H]. CRFs are those of the
     policy, compared with the whole history: rounding would otherwise decide between remainders."""
     t, prompt = int(note["clock"][row]), int(note["prompt"][row]) * p.protect_prompt
@@ -299,14 +312,30 @@ def budgets_of(
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_decisions_follow_from_the_whole_history(
-    prompts: list[int], budget: int, lam: float, p: float, birth: int, track: Any, protect: bool, close: int | None,
-    exempt: bool, every: int,
-) -> None:  # fmt: skip
+    prompts: list[int],
+    budget: int,
+    lam: float,
+    p: float,
+    birth: int,
+    track: Any,
+    protect: bool,
+    close: int | None,
+    exempt: bool,
+    every: int,
+) -> None:
     """In every lane of a ragged batch, beside an idle row. While it thinks the budget holds; the prompt stays. With a
     schedule, hits are counted between the evictions, too."""
     budget += max(prompts) if protect else 0
-    policy = Watched(budget=budget, lam=lam, p=p, birth=birth, track=track, protect_prompt=protect,
-                     exempt_answer=exempt, schedule="every" if every == 1 else f"interval:{every}")  # fmt: skip
+    policy = Watched(
+        budget=budget,
+        lam=lam,
+        p=p,
+        birth=birth,
+        track=track,
+        protect_prompt=protect,
+        exempt_answer=exempt,
+        schedule="every" if every == 1 else f"interval:{every}",
+    )
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 16, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -339,13 +368,31 @@ def test_decisions_follow_from_the_whole_history(
 )
 @settings(max_examples=settings.default.max_examples * 2 // 5)
 def test_moving_budgets_follow_from_the_whole_history(
-    prompts: list[int], budget: int, lam: float, every: int, damping: float, birth: int, track: Any, protect: bool,
-    close: int | None, exempt: bool, floor: int,
-) -> None:  # fmt: skip
+    prompts: list[int],
+    budget: int,
+    lam: float,
+    every: int,
+    damping: float,
+    birth: int,
+    track: Any,
+    protect: bool,
+    close: int | None,
+    exempt: bool,
+    floor: int,
+) -> None:
     """The same where budgets move. All heads together never hold more than B_total while the model thinks."""
     budget += max(prompts) if protect else 0
-    policy = Moving(budget=budget, lam=lam, birth=birth, track=track, protect_prompt=protect, exempt_answer=exempt,
-                    realloc_every=every, damping=damping, min_budget=floor)  # fmt: skip
+    policy = Moving(
+        budget=budget,
+        lam=lam,
+        birth=birth,
+        track=track,
+        protect_prompt=protect,
+        exempt_answer=exempt,
+        realloc_every=every,
+        damping=damping,
+        min_budget=floor,
+    )
     ids = (None, None) if close is None else (NEVER, tokens_of(0, prompts[0] + close)[-1])
     for manager in follow(policy, prompts, 20, rows=len(prompts) + 1, think_ids=ids):
         for seq, prompt in enumerate(prompts):
@@ -366,10 +413,11 @@ def test_moving_budgets_follow_from_the_whole_history(
 @pytest.mark.parametrize(
     ("damping", "every", "want"),
     [
-        (1.0, 32, [[4, 4, 5, 27], [5, 10, 12, 13], [4, 4, 5, 27]]), (0.5, 32, [[5, 6, 9, 20]] * 2),
+        (1.0, 32, [[4, 4, 5, 27], [5, 10, 12, 13], [4, 4, 5, 27]]),
+        (0.5, 32, [[5, 6, 9, 20]] * 2),
         (1.0, 8, [[4, 7, 11, 18], [6, 6, 6, 22]]),
     ],
-)  # fmt: skip
+)
 def test_algorithm_2_by_hand(damping: float, every: int, want: list[list[int]]) -> None:
     """The policy's bounds: a prompt of 2 tokens and `min_budget` below, what is held and `realloc_every` above."""
     policy, device = CrystalKV(10, damping=damping, realloc_every=every, min_budget=2), torch.device("cpu")
@@ -728,10 +776,13 @@ def test_queries_of_the_prompt_record_no_hits(birth: int) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"lam": 1.01}, "lam must be"), ({"lam": -0.1}, "lam must be"), ({"p": 0.0}, "p above 0"),
-        ({"p": 1.5}, "at most 1"), ({"birth": 2}, "0 or 1"),
+        ({"lam": 1.01}, "lam must be"),
+        ({"lam": -0.1}, "lam must be"),
+        ({"p": 0.0}, "p above 0"),
+        ({"p": 1.5}, "at most 1"),
+        ({"birth": 2}, "0 or 1"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         CrystalKVLite(budget=300, **wrong)
@@ -740,10 +791,13 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> Non
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"realloc_every": 0}, "realloc_every is 0"), ({"damping": 0.0}, "damping 0 "),
-        ({"damping": 1.1}, "at most 1"), ({"min_budget": 0}, "min_budget 0;"), ({"lam": 2.0}, "lam must be"),
+        ({"realloc_every": 0}, "realloc_every is 0"),
+        ({"damping": 0.0}, "damping 0 "),
+        ({"damping": 1.1}, "at most 1"),
+        ({"min_budget": 0}, "min_budget 0;"),
+        ({"lam": 2.0}, "lam must be"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_of_moving_budgets_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         CrystalKV(budget=300, **wrong)

@@ -30,7 +30,7 @@ from minithink.policies.dynts_cost import (
     repaid,
     token_flops,
     triggers,
-)  # fmt: skip
+)
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from tests.kv.run import Known, feed, kept, manager_for, text_of
 from tests.kv.test_batches import feed_batch, with_backend
@@ -229,10 +229,16 @@ def test_a_ragged_batch_is_as_alone(seed: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "window", "streaming_llm", "random", "rkv:alpha=2,buffer=3", "crystal_kv_lite", "h2o:recent=0.75",
-        "snapkv_decode:buffer=16", "skipkv:tau=0.9,at=boundary",
+        "window",
+        "streaming_llm",
+        "random",
+        "rkv:alpha=2,buffer=3",
+        "crystal_kv_lite",
+        "h2o:recent=0.75",
+        "snapkv_decode:buffer=16",
+        "skipkv:tau=0.9,at=boundary",
     ],
-)  # fmt: skip
+)
 def test_others_can_have_the_same_triggers_and_keep_as_many(name: str) -> None:
     """With schedule=share:r/l, each sequence by its own prompt."""
     prompts, steps = [5, 11], 30
@@ -402,9 +408,14 @@ def test_bytes_and_operations_of_the_other_model_by_hand() -> None:
 
 
 @given(
-    st.integers(1, 60), st.integers(1, 9), st.integers(1, 40), st.integers(1, 20), st.integers(2, 40),
-    st.integers(1, 8), st.integers(1, 3),
-)  # fmt: skip
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 20),
+    st.integers(2, 40),
+    st.integers(1, 8),
+    st.integers(1, 3),
+)
 def test_a_gain_is_the_difference_of_both_costs(
     i: int, m: int, b: int, k: int, d: int, layers: int, wide: int
 ) -> None:

@@ -45,9 +45,12 @@ def test_worked_example() -> None:
 
 
 @given(
-    prompt=st.integers(1, 6), steps=st.integers(1, 12), budget=st.integers(2, 9), recent=st.sampled_from([0, 0.5, 1]),
+    prompt=st.integers(1, 6),
+    steps=st.integers(1, 12),
+    budget=st.integers(2, 9),
+    recent=st.sampled_from([0, 0.5, 1]),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 @settings(max_examples=40)
 def test_plain_sums(prompt: int, steps: int, budget: int, recent: float, seed: int) -> None:
     """As with a dictionary of sums: the newest stay, and of the others those with the largest sum."""

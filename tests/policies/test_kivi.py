@@ -44,9 +44,14 @@ def test_defaults_are_the_papers() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"bits": 3}, "bits are 3"), ({"v_bits": 16}, "16 for values"), ({"group": 8}, "not '8'"),
-     ({"residual": 48}, "residual of 48"), ({"residual": 0}, "residual of 0")],
-)  # fmt: skip
+    [
+        ({"bits": 3}, "bits are 3"),
+        ({"v_bits": 16}, "16 for values"),
+        ({"group": 8}, "not '8'"),
+        ({"residual": 48}, "residual of 48"),
+        ({"residual": 0}, "residual of 0"),
+    ],
+)
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Kivi(**fields)

@@ -153,9 +153,13 @@ def plain(k: Tensor, q: Tensor, fixed: int, p: MorphKV) -> tuple[set[int], bool]
 
 
 @given(
-    prompts=st.lists(st.integers(1, 14), min_size=1, max_size=3), more=st.integers(0, 8), window=st.integers(2, 6),
-    queries=st.sampled_from(["W-1", "W"]), fuse=st.sampled_from(["max", "sum"]), protect=st.booleans(),
-)  # fmt: skip
+    prompts=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+    more=st.integers(0, 8),
+    window=st.integers(2, 6),
+    queries=st.sampled_from(["W-1", "W"]),
+    fuse=st.sampled_from(["max", "sum"]),
+    protect=st.booleans(),
+)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_it_chooses_as_the_code_does(
     prompts: list[int], more: int, window: int, queries: Any, fuse: Any, protect: bool

@@ -61,9 +61,12 @@ def test_the_rule_halves_once_and_stops_at_two_bits() -> None:
 
 @settings(max_examples=15)
 @given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=2), st.sampled_from([2, 2.5, 4, 16]), st.integers(10, 60),
-    st.integers(0, 3), st.integers(1, 9),
-)  # fmt: skip
+    st.lists(st.integers(1, 40), min_size=1, max_size=2),
+    st.sampled_from([2, 2.5, 4, 16]),
+    st.integers(10, 60),
+    st.integers(0, 3),
+    st.integers(1, 9),
+)
 @example([1, 2], 3, 20, 3, 4)  # prompts shorter than the sink
 def test_who_has_how_many_bits(prompts: list[int], bits: float, max_len: int, sink: int, window: int) -> None:
     """Sink and window exact, the middle at the running width; what became middle in the step that changed the width,
@@ -125,9 +128,15 @@ def test_memory_is_real() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"bits": 1.5}, "bits is 1.5"), ({"bits": float("nan")}, "bits is nan"), ({"max_len": 0}, "max_len=0"),
-     ({"sink": -1}, "sink=-1"), ({"window": 0}, "window=0"), ({"group": 8}, "not '8'")],
-)  # fmt: skip
+    [
+        ({"bits": 1.5}, "bits is 1.5"),
+        ({"bits": float("nan")}, "bits is nan"),
+        ({"max_len": 0}, "max_len=0"),
+        ({"sink": -1}, "sink=-1"),
+        ({"window": 0}, "window=0"),
+        ({"group": 8}, "not '8'"),
+    ],
+)
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         PMKVQ(**fields)

@@ -36,9 +36,13 @@ def test_layers_by_hand() -> None:
 
 
 @given(
-    b=st.integers(0, 300), layers=st.integers(1, 40), more=st.integers(0, 700), window=st.integers(1, 8),
-    beta=st.integers(1, 30), uniform=st.booleans(),
-)  # fmt: skip
+    b=st.integers(0, 300),
+    layers=st.integers(1, 40),
+    more=st.integers(0, 700),
+    window=st.integers(1, 8),
+    beta=st.integers(1, 30),
+    uniform=st.booleans(),
+)
 def test_a_ladder_falls_and_its_sum_is_exact(
     b: int, layers: int, more: int, window: int, beta: int, uniform: bool
 ) -> None:

@@ -258,10 +258,15 @@ def test_the_page_that_grows_counts_as_slack() -> None:
 
 
 @given(
-    page=st.sampled_from([1, 2, 3, 8]), most=st.integers(3, 6), odd=st.integers(0, 2), prompt=st.integers(1, 20),
-    group=st.integers(1, 2), whole=st.booleans(), alpha=st.sampled_from([None, None, 0.05, 0.4]),
+    page=st.sampled_from([1, 2, 3, 8]),
+    most=st.integers(3, 6),
+    odd=st.integers(0, 2),
+    prompt=st.integers(1, 20),
+    group=st.integers(1, 2),
+    whole=st.booleans(),
+    alpha=st.sampled_from([None, None, 0.05, 0.4]),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_loops_over_the_rules_of_the_code_see_the_same_pages(
     page: int, most: int, odd: int, prompt: int, group: int, whole: bool, alpha: float | None, seed: int
 ) -> None:
@@ -350,9 +355,12 @@ def test_if_all_or_nothing_matters_the_newest_stay(text: str) -> None:
 
 
 @given(
-    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=3), page=st.integers(2, 5), more=st.integers(0, 6),
-    protect=st.booleans(), alpha=st.sampled_from([None, 0.2]),
-)  # fmt: skip
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=3),
+    page=st.integers(2, 5),
+    more=st.integers(0, 6),
+    protect=st.booleans(),
+    alpha=st.sampled_from([None, 0.2]),
+)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_whole_pages_go(prompts: list[int], page: int, more: int, protect: bool, alpha: float | None) -> None:
     """In every layer of a ragged batch, and never more of them than must; the page that grows stays."""

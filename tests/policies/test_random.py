@@ -65,8 +65,10 @@ def test_lots_are_uniform_and_independent(dimension: int) -> None:
     bins = lots(3, torch.arange(8), pos) >> 28
     n = 16
     neighbours = bins * n + bins.roll(1, dimension)
-    for what, counts in (("one", bins.flatten().bincount(minlength=n)),
-                         ("pairs", neighbours.flatten().bincount(minlength=n * n))):  # fmt: skip
+    for what, counts in (
+        ("one", bins.flatten().bincount(minlength=n)),
+        ("pairs", neighbours.flatten().bincount(minlength=n * n)),
+    ):
         expected = bins.numel() / len(counts)
         chi2 = float(((counts - expected) ** 2 / expected).sum())
         freedom = len(counts) - 1

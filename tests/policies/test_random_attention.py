@@ -33,13 +33,20 @@ def step_of(pos: list[list[int]], prompt: int, budget: int, protects: int) -> An
     """A step of one layer and row whose heads hold these positions."""
     held_now = torch.tensor(pos, dtype=torch.int32)[None, None]
     return SimpleNamespace(
-        ops=REFERENCE, any=lambda x: bool(x.any()), active=torch.ones(1, dtype=torch.bool), note=lambda *_: None,
-        clock=torch.tensor([2]), prompt=torch.tensor([prompt]), protects=torch.tensor([protects]),
-        budget=torch.full((1, 1, len(pos)), budget, dtype=torch.int32), wants_scores=False,
+        ops=REFERENCE,
+        any=lambda x: bool(x.any()),
+        active=torch.ones(1, dtype=torch.bool),
+        note=lambda *_: None,
+        clock=torch.tensor([2]),
+        prompt=torch.tensor([prompt]),
+        protects=torch.tensor([protects]),
+        budget=torch.full((1, 1, len(pos)), budget, dtype=torch.int32),
+        wants_scores=False,
         pos=lambda layer=None: held_now if layer is None else held_now[layer],
-        held=lambda: (held_now >= 0).sum(-1), protected=lambda: held_now < protects,
+        held=lambda: (held_now >= 0).sum(-1),
+        protected=lambda: held_now < protects,
         shape=SimpleNamespace(layers=1, rows=1, kv_heads=len(pos)),
-    )  # fmt: skip
+    )
 
 
 def stays(policy: Any, step: Any) -> list[list[int]]:

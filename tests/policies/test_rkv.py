@@ -27,8 +27,11 @@ from tests.policies.drive import follow, held, tokens_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
-THIN = random_decoder(example_config(hidden_size=4, intermediate_size=4, num_heads=1, num_kv_heads=1, head_dim=2,
-                                     num_layers=1, max_position=1024))  # fmt: skip
+THIN = random_decoder(
+    example_config(
+        hidden_size=4, intermediate_size=4, num_heads=1, num_kv_heads=1, head_dim=2, num_layers=1, max_position=1024
+    )
+)
 NEVER = 10**6  # no token
 
 # --- the score ----------------------------------------------------------------------------------------------
@@ -36,14 +39,21 @@ NEVER = 10**6  # no token
 KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6, 0.8)])
 QUERIES = torch.tensor([[(1, 0.2), (0.3, 1)], [(0.5, -0.5), (1, 0.5)]])
 SIX = SimpleNamespace(
-    shape=SimpleNamespace(layers=1), ops=REFERENCE, any=lambda x: bool(x.any()), note=lambda *_: None,
-    budget=torch.full((1, 1, 1), 4, dtype=torch.int32), active=torch.ones(1, dtype=torch.bool),
-    clock=torch.tensor([2]), prompt=torch.tensor([4]), thinking=torch.ones(1, dtype=torch.bool),
+    shape=SimpleNamespace(layers=1),
+    ops=REFERENCE,
+    any=lambda x: bool(x.any()),
+    note=lambda *_: None,
+    budget=torch.full((1, 1, 1), 4, dtype=torch.int32),
+    active=torch.ones(1, dtype=torch.bool),
+    clock=torch.tensor([2]),
+    prompt=torch.tensor([4]),
+    thinking=torch.ones(1, dtype=torch.bool),
     pos=lambda layer=None: torch.arange(6).view(1, 1, 6)[(None,) if layer is None else ...],
     held=lambda layer=None: torch.full((1, 1), 6)[(None,) if layer is None else ...],
     protected=lambda layer=None: torch.zeros(1, 1, 6, dtype=torch.bool)[(None,) if layer is None else ...],
-    keys=lambda layer, rows: KEYS[None, None], queries=lambda layer: QUERIES[None],
-)  # fmt: skip
+    keys=lambda layer, rows: KEYS[None, None],
+    queries=lambda layer: QUERIES[None],
+)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +178,17 @@ class Watched(Rkv):
         edits = list(super().decide(step))
         assert [e.layer for e in edits] == ([None] if due.any() else [])
         for layer in range(step.shape.layers if edits else 0):
-            self.notes.append((
-                step.keys(layer), step.queries(layer), step.held(layer).clone(), step.protected(layer).clone(),
-                due[layer], keep[layer], edits[0].drop[layer],
-            ))  # fmt: skip
+            self.notes.append(
+                (
+                    step.keys(layer),
+                    step.queries(layer),
+                    step.held(layer).clone(),
+                    step.protected(layer).clone(),
+                    due[layer],
+                    keep[layer],
+                    edits[0].drop[layer],
+                )
+            )
         yield from edits
 
 
@@ -210,16 +227,29 @@ def plain(k: Tensor, q: Tensor, budget: int, protected: list[bool], p: Rkv) -> t
 )
 @settings(max_examples=settings.default.max_examples * 3 // 10)
 def test_decisions_are_the_codes(
-    prompts: list[int], budget: int, alpha: int, buffer: int, kernel_size: int, lam: float, threshold: float,
-    protect: bool, global_clock: bool,
-) -> None:  # fmt: skip
+    prompts: list[int],
+    budget: int,
+    alpha: int,
+    buffer: int,
+    kernel_size: int,
+    lam: float,
+    threshold: float,
+    protect: bool,
+    global_clock: bool,
+) -> None:
     """In every lane of a ragged batch, beside an idle row; and no lane ever exceeds its limit."""
     if protect:
         budget += max(prompts)
     policy = Watched(
-        budget=budget, lam=lam, alpha=alpha, buffer=buffer, threshold=threshold, kernel_size=kernel_size,
-        global_clock=global_clock and buffer > 0, protect_prompt=protect,
-    )  # fmt: skip
+        budget=budget,
+        lam=lam,
+        alpha=alpha,
+        buffer=buffer,
+        threshold=threshold,
+        kernel_size=kernel_size,
+        global_clock=global_clock and buffer > 0,
+        protect_prompt=protect,
+    )
     for manager in follow(policy, prompts, 12, rows=len(prompts) + 1):
         for seq in range(len(prompts)):
             assert manager.held(seq) <= budget + buffer
@@ -299,8 +329,10 @@ class Newest(Policy):
 
     def decide(self, step: Step) -> Iterable[Edit]:
         column = torch.arange(step.pos().shape[-1])
-        yield Evict((step.active[None, :, None] & (step.clock % 7 == 0)[None, :, None])[..., None]
-                    & (column < step.held()[..., None] - 10))  # fmt: skip
+        yield Evict(
+            (step.active[None, :, None] & (step.clock % 7 == 0)[None, :, None])[..., None]
+            & (column < step.held()[..., None] - 10)
+        )
 
 
 def test_in_a_stack() -> None:
@@ -314,13 +346,18 @@ def test_in_a_stack() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"lam": 1.5}, "from 0 to 1"), ({"lam": -0.1}, "from 0 to 1"), ({"recent": 1.1}, "recent is 1.1; it must be"),
-        ({"recent": -0.1}, "recent is -0.1; it must be"), ({"recent": float("nan")}, "recent is nan; it must be"),
+        ({"lam": 1.5}, "from 0 to 1"),
+        ({"lam": -0.1}, "from 0 to 1"),
+        ({"recent": 1.1}, "recent is 1.1; it must be"),
+        ({"recent": -0.1}, "recent is -0.1; it must be"),
+        ({"recent": float("nan")}, "recent is nan; it must be"),
         ({"alpha": 0}, "alpha must be at least 1"),
-        ({"buffer": -1}, "buffer at least 0"), ({"buffer": 0, "global_clock": True}, "at least 1"),
-        ({"kernel_size": 4}, "odd"), ({"kernel_size": 0}, "odd"),
+        ({"buffer": -1}, "buffer at least 0"),
+        ({"buffer": 0, "global_clock": True}, "at least 1"),
+        ({"kernel_size": 4}, "odd"),
+        ({"kernel_size": 0}, "odd"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Rkv(budget=300, **wrong)

@@ -95,8 +95,9 @@ def test_a_recorder_hears_the_scores_of_tokens_that_may_go() -> None:
             pos, held = step.pos(), step.held()[..., None]
             column = torch.arange(pos.shape[-1])
             assert torch.equal(where, (pos >= 5) & (column < held - 4))
-            for goes, stays, of_lane in zip(drop.flatten(0, 2), (where & ~drop).flatten(0, 2), score.flatten(0, 2),
-                                            strict=True):  # fmt: skip
+            for goes, stays, of_lane in zip(
+                drop.flatten(0, 2), (where & ~drop).flatten(0, 2), score.flatten(0, 2), strict=True
+            ):
                 assert of_lane[goes].max() <= of_lane[stays].min()
                 gone += int(goes.sum())
 
@@ -114,9 +115,12 @@ def test_past_queries_stand_before_the_newest(by: Any) -> None:
     k = torch.randn(1, 2, 6, 8, generator=draw)
     pos = torch.arange(6, dtype=torch.int32).expand(1, 2, 6)
     step: Any = SimpleNamespace(
-        queries=lambda layer: q, keys=lambda layer, rows: k, pos=lambda layer: pos, prompt=torch.tensor([4]),
+        queries=lambda layer: q,
+        keys=lambda layer, rows: k,
+        pos=lambda layer: pos,
+        prompt=torch.tensor([4]),
         clock=torch.tensor([2]),
-    )  # fmt: skip
+    )
     policy = Scissorhands(8, history=3, by=by)
     choice: Any = SimpleNamespace(rows=torch.tensor([True]))
     score = policy.score(step, 0, choice)

@@ -117,21 +117,33 @@ def example(budget: int, **options: Any) -> tuple[Given, Any]:
         policy._number[0, :6] = torch.tensor([1, 2, 2, 3, 3, 3])
         policy._penalty[0, 2] = 0.97
     step = SimpleNamespace(
-        shape=SimpleNamespace(layers=1), ops=REFERENCE, any=lambda x: bool(x.any()), note=lambda *_: None,
-        row=torch.tensor([0]), budget=torch.full((1, 1, 1), budget), active=torch.ones(1, dtype=torch.bool),
-        clock=torch.tensor([6]), prompt=torch.tensor([0]), thinking=torch.ones(1, dtype=torch.bool),
+        shape=SimpleNamespace(layers=1),
+        ops=REFERENCE,
+        any=lambda x: bool(x.any()),
+        note=lambda *_: None,
+        row=torch.tensor([0]),
+        budget=torch.full((1, 1, 1), budget),
+        active=torch.ones(1, dtype=torch.bool),
+        clock=torch.tensor([6]),
+        prompt=torch.tensor([0]),
+        thinking=torch.ones(1, dtype=torch.bool),
         pos=lambda layer=None: torch.arange(6, dtype=torch.int32).view(1, 1, 1, 6),
         held=lambda layer=None: torch.full((1, 1, 1), 6),
         protected=lambda layer=None: torch.zeros(1, 1, 1, 6, dtype=torch.bool),
-    )  # fmt: skip
+    )
     return policy, step
 
 
 @pytest.mark.parametrize(
     ("budget", "skip", "stays"),
-    [(5, True, [0, 2, 3, 4, 5]), (4, True, [0, 3, 4, 5]), (3, True, [0, 4, 5]), (5, False, [0, 1, 2, 4, 5]),
-     (4, False, [0, 2, 4, 5])],
-)  # fmt: skip
+    [
+        (5, True, [0, 2, 3, 4, 5]),
+        (4, True, [0, 3, 4, 5]),
+        (3, True, [0, 4, 5]),
+        (5, False, [0, 1, 2, 4, 5]),
+        (4, False, [0, 2, 4, 5]),
+    ],
+)
 def test_worked_example_3(budget: int, skip: bool, stays: list[int]) -> None:
     policy, step = example(budget, skip=skip)
     (edit,) = policy.decide(step)
@@ -268,10 +280,12 @@ class Ranges:
     def after(self, p: Sequence[int]) -> list[tuple[int, int]]:
         """p: indices that survive, numbered from 0 (eq. 11)."""
         self.ranges = [
-            (min((k for k, x in enumerate(p) if x >= b), default=len(p)),
-             max((k for k, x in enumerate(p) if x <= e), default=-1))
+            (
+                min((k for k, x in enumerate(p) if x >= b), default=len(p)),
+                max((k for k, x in enumerate(p) if x <= e), default=-1),
+            )
             for b, e in self.ranges
-        ]  # fmt: skip
+        ]
         return list(self.ranges)
 
 
@@ -497,10 +511,15 @@ def penalties(text: Sequence[int], hidden: Sequence[Tensor], tau: float, upto: i
 
 
 @given(
-    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3), room=st.integers(4, 12),
-    tau=st.sampled_from([0.3, 0.6]), form=st.sampled_from(["rkv", "paper"]), sigma=st.sampled_from([0.1, 0.7]),
-    protect=st.booleans(), every=st.sampled_from([1, 4, 7]), seed=st.integers(0, 10**6),
-)  # fmt: skip
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    room=st.integers(4, 12),
+    tau=st.sampled_from([0.3, 0.6]),
+    form=st.sampled_from(["rkv", "paper"]),
+    sigma=st.sampled_from([0.1, 0.7]),
+    protect=st.booleans(),
+    every=st.sampled_from([1, 4, 7]),
+    seed=st.integers(0, 10**6),
+)
 @settings(max_examples=settings.default.max_examples // 4)
 def test_laws_in_a_running_decoder(
     prompts: list[int], room: int, tau: float, form: Any, sigma: float, protect: bool, every: int, seed: int
@@ -510,9 +529,16 @@ def test_laws_in_a_running_decoder(
     decoder, alpha = decoder_of(0), 3
     budget = room + protect * max(prompts)
     manager, policy = watched(
-        budget=budget, tau=tau, form=form, sigma=sigma, protect_prompt=protect, schedule=f"interval:{every}",
-        alpha=alpha, alpha_0=0.3, gamma=0.1,
-    )  # fmt: skip
+        budget=budget,
+        tau=tau,
+        form=form,
+        sigma=sigma,
+        protect_prompt=protect,
+        schedule=f"interval:{every}",
+        alpha=alpha,
+        alpha_0=0.3,
+        gamma=0.1,
+    )
     texts = {}
     for seq, n in enumerate(prompts):
         manager.join(seq, 100, n)
@@ -604,8 +630,12 @@ def test_the_defaults_are_the_papers() -> None:
     found = policy.sigma, policy.tau, policy.gamma, policy.alpha_0, policy.at, policy.vector, policy.schedule
     assert found == (0.1, 0.95, 0.02, 1.0, "every", "plain", "interval:128")
     assert (policy.alpha, policy.form, policy.skip, policy.steering, policy.protect_prompt) == (
-        8, "rkv", True, True, True,
-    )  # fmt: skip
+        8,
+        "rkv",
+        True,
+        True,
+        True,
+    )
     assert policy.vectors == 512, "the page's bytes are of so many"
 
 
@@ -647,18 +677,24 @@ def test_a_row_forgets_its_sequence() -> None:
         assert_same(name, own[1], fresh[1])
         assert (own[[0, 2]] == 7).all()
     assert policy.counts(1) == {
-        "other_thoughts": 0, "sentences": 0, "similar_sentences": 0, "sentences_evicted": 0,
+        "other_thoughts": 0,
+        "sentences": 0,
+        "similar_sentences": 0,
+        "sentences_evicted": 0,
         "tokens_before_sentences": 0,
-    }  # fmt: skip
+    }
 
 
 def test_only_what_is_read_is_counted() -> None:
     """With neither half nothing is read, and with steering alone only doubts are."""
     for options, names in (
-        ({"skip": False, "steering": False}, []), ({"skip": False}, ["other_thoughts"]),
-        ({"steering": False}, ["other_thoughts", "sentences", "similar_sentences", "sentences_evicted",
-                               "tokens_before_sentences"]),
-    ):  # fmt: skip
+        ({"skip": False, "steering": False}, []),
+        ({"skip": False}, ["other_thoughts"]),
+        (
+            {"steering": False},
+            ["other_thoughts", "sentences", "similar_sentences", "sentences_evicted", "tokens_before_sentences"],
+        ),
+    ):
         _, policy = watched(**options)
         assert list(policy.counts(0)) == names
         assert bool(policy.notes(0)) == bool(names)
@@ -670,13 +706,15 @@ def test_only_what_is_read_is_counted() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"sigma": 1.5}, "sigma is 1.5"), ({"tau": -0.1}, "tau -0.1; both must be from 0 to 1"),
-        ({"alpha": 0}, "alpha is 0"), ({"vectors": 0}, "at least 1"),
+        ({"sigma": 1.5}, "sigma is 1.5"),
+        ({"tau": -0.1}, "tau -0.1; both must be from 0 to 1"),
+        ({"alpha": 0}, "alpha is 0"),
+        ({"vectors": 0}, "at least 1"),
         ({"alpha_0": float("nan")}, "alpha_0 is nan; it must be from -100 to 100"),
         ({"gamma": float("inf")}, "gamma is inf; it must be from -100 to 100"),
         ({"gamma": -1e18}, r"gamma is -1e\+18; it must be from -100 to 100"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         SkipKV(budget=300, **wrong)

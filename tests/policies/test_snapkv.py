@@ -41,12 +41,18 @@ def six(p: Tensor) -> Any:
     """A step whose prompt of six tokens was just read. p: attention rows [Hkv, 2, 6]."""
     one, heads = torch.ones(1, dtype=torch.bool), len(p)
     return SimpleNamespace(
-        shape=SimpleNamespace(layers=1), any=lambda x: bool(x.any()), note=lambda *_: None,
+        shape=SimpleNamespace(layers=1),
+        any=lambda x: bool(x.any()),
+        note=lambda *_: None,
         ops=REFERENCE,
-        budget=torch.full((1, 1, heads), 10**6, dtype=torch.int32), active=one,
-        clock=torch.tensor([0]), prompt=torch.tensor([6]), pos=lambda: torch.arange(6).expand(1, 1, heads, 6),
-        held=lambda: torch.full((1, 1, heads), 6), rows=lambda layer: p[None],
-    )  # fmt: skip
+        budget=torch.full((1, 1, heads), 10**6, dtype=torch.int32),
+        active=one,
+        clock=torch.tensor([0]),
+        prompt=torch.tensor([6]),
+        pos=lambda: torch.arange(6).expand(1, 1, heads, 6),
+        held=lambda: torch.full((1, 1, heads), 6),
+        rows=lambda layer: p[None],
+    )
 
 
 def attention() -> Tensor:

@@ -65,9 +65,10 @@ SETTINGS: dict[str, Any] = {
 def some(values: dict[str, Any], protect: int) -> dict[str, Any]:
     """Settings that make sense together. protect: tokens of the longest protected prompt; 0: none is protected."""
     return values | {
-        "budget": values["budget"] + protect, "protect_prompt": protect > 0,
+        "budget": values["budget"] + protect,
+        "protect_prompt": protect > 0,
         "global_clock": values["global_clock"] and values["buffer"] > 0,
-    }  # fmt: skip
+    }
 
 
 @given(values=st.fixed_dictionaries(SETTINGS), protect=st.booleans())
@@ -185,10 +186,14 @@ def compare(policy: Any, step: Any, row: int, drop: Tensor, keep: Tensor) -> Non
 @pytest.mark.parametrize("protect", [False, True])
 @pytest.mark.parametrize(
     "policy",
-    [AdaSnapKV(12, alpha=3, buffer=4, kernel_size=3), AdaSnapKV(13, alpha=2, buffer=3, kernel_size=1, floor=0.6),
-     AdaSnapKV(12, alpha=2, buffer=4, kernel_size=1, normalize=True),
-     PyramidKV(11, alpha=3, buffer=4, beta=4), PyramidKV(13, alpha=2, buffer=0, kernel_size=1, beta=3)],
-)  # fmt: skip
+    [
+        AdaSnapKV(12, alpha=3, buffer=4, kernel_size=3),
+        AdaSnapKV(13, alpha=2, buffer=3, kernel_size=1, floor=0.6),
+        AdaSnapKV(12, alpha=2, buffer=4, kernel_size=1, normalize=True),
+        PyramidKV(11, alpha=3, buffer=4, beta=4),
+        PyramidKV(13, alpha=2, buffer=0, kernel_size=1, beta=3),
+    ],
+)
 def test_decisions_follow_the_formulas(policy: Any, protect: bool) -> None:
     policy = replace(policy, budget=policy.budget + 8 * protect, protect_prompt=protect)
     states = follow(policy, [8, 5], 30, decoder=DEEP)

@@ -50,8 +50,12 @@ def attention(policy: StreamingLLM, keys: Tensor = K, values: Tensor = V, prompt
 
 
 def test_the_numbers_of_the_example() -> None:
-    for x, position, want in ((K[3], 3, (-0.5228, -1.5417)), (K[3], 1, (-1.1843, 1.1169)), (Q, 5, (1.0440, -0.0040)),
-                              (Q, 3, (-0.4381, -0.9477))):  # fmt: skip
+    for x, position, want in (
+        (K[3], 3, (-0.5228, -1.5417)),
+        (K[3], 1, (-1.1843, 1.1169)),
+        (Q, 5, (1.0440, -0.0040)),
+        (Q, 3, (-0.4381, -0.9477)),
+    ):
         assert_close(f"{x} at {position}", turned(x, position), torch.tensor(want), atol=1e-4)
     # sink k0, then k3, by original positions and by slots
     assert float(turned(Q, 5) @ K[0]) == pytest.approx(2.0880, abs=1e-4)
@@ -97,9 +101,12 @@ def test_sinks_within_a_protected_prompt_count_once() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"budget": 4}, "sink is 4 and the budget 4"), ({"budget": 9, "sink": -1}, "sink is -1"),
-     ({"budget": 9, "rerotate": True, "protect_prompt": True}, "drop one of the two")],
-)  # fmt: skip
+    [
+        ({"budget": 4}, "sink is 4 and the budget 4"),
+        ({"budget": 9, "sink": -1}, "sink is -1"),
+        ({"budget": 9, "rerotate": True, "protect_prompt": True}, "drop one of the two"),
+    ],
+)
 def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         StreamingLLM(**fields)

@@ -151,7 +151,7 @@ def test_budget_and_schedule_from_outside() -> None:
         ("window:budget=5+random", {}, "random needs a budget"),
         ("kivi+quant", {}, "kivi and quant store tokens in different ways"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused(foreign: None, text: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as refused:
         parse(text, **arguments)
@@ -159,9 +159,17 @@ def test_what_makes_no_sense_is_refused(foreign: None, text: str, arguments: dic
 
 
 PIECES = st.sampled_from(
-    ["full", "window:budget=3", "window:budget=3,protect_prompt=true", "window:schedule=sawtooth:9/3,budget=3",
-     "kivi:bits=4+window", "random:scope=head,seed=1+full", "quant:fmt=int4,by=token,group=32", "nope:full=full"]
-)  # fmt: skip
+    [
+        "full",
+        "window:budget=3",
+        "window:budget=3,protect_prompt=true",
+        "window:schedule=sawtooth:9/3,budget=3",
+        "kivi:bits=4+window",
+        "random:scope=head,seed=1+full",
+        "quant:fmt=int4,by=token,group=32",
+        "nope:full=full",
+    ]
+)
 
 
 @given(st.lists(PIECES, min_size=1, max_size=5), st.sampled_from([",", ", "]))
@@ -176,14 +184,20 @@ def test_lists_are_not_split_elsewhere() -> None:
 
 
 SMALL = {  # hyperparameters that make something happen within a few tokens
-    "quant": "fmt=int4,by=token", "kivi": "group=16,residual=16", "pm_kvq": "bits=3,max_len=48,window=8,group=16",
-    "rkv": "alpha=2,buffer=5", "snapkv_decode": "alpha=2,buffer=5", "ada_snapkv": "alpha=2,buffer=5",
-    "sepllm": "window=0.6,fill=true", "random_attention": "buffer=5",
-    "pyramidkv": "alpha=2,buffer=5", "crystal_kv": "min_budget=4,realloc_every=5",
+    "quant": "fmt=int4,by=token",
+    "kivi": "group=16,residual=16",
+    "pm_kvq": "bits=3,max_len=48,window=8,group=16",
+    "rkv": "alpha=2,buffer=5",
+    "snapkv_decode": "alpha=2,buffer=5",
+    "ada_snapkv": "alpha=2,buffer=5",
+    "sepllm": "window=0.6,fill=true",
+    "random_attention": "buffer=5",
+    "pyramidkv": "alpha=2,buffer=5",
+    "crystal_kv": "min_budget=4,realloc_every=5",
     "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
     "tbe": "tau=4,retention=2/1,layers=0,thresholds=0.05/0.1",
     "tbq": "tau=4,g=4,precision=R8E8T8,layers=0,thresholds=0.05/0.1",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -119,10 +119,15 @@ def settings_of(draw: st.DrawFn) -> tuple[ThinKV, list[int], int]:
     schedule = sorted(draw(st.sets(st.integers(0, tau + 1), min_size=1, max_size=3)), reverse=True)
     prompt = draw(st.integers(1, 6))
     policy = told(Tbe, types)(
-        budget=prompt + schedule[-1] + 1 + draw(st.integers(0, 20)), tau=tau, types=kinds, layers="0",
-        thresholds="/".join(["0.5"] * (kinds - 1)), retention="/".join(map(str, schedule)), block=2,
+        budget=prompt + schedule[-1] + 1 + draw(st.integers(0, 20)),
+        tau=tau,
+        types=kinds,
+        layers="0",
+        thresholds="/".join(["0.5"] * (kinds - 1)),
+        retention="/".join(map(str, schedule)),
+        block=2,
         hard_budget=draw(st.booleans()),
-    )  # fmt: skip
+    )
     return policy, types, prompt
 
 
@@ -146,9 +151,11 @@ def test_segments_shrink_as_the_plain_rules_say(case: tuple[ThinKV, list[int], i
 
 
 @given(
-    st.lists(st.integers(TRANSITION, REASONING), min_size=12, max_size=12), st.sampled_from([2, 4]),
-    st.integers(0, 20), st.booleans(),
-)  # fmt: skip
+    st.lists(st.integers(TRANSITION, REASONING), min_size=12, max_size=12),
+    st.sampled_from([2, 4]),
+    st.integers(0, 20),
+    st.booleans(),
+)
 @example([REASONING] * 4 + [TRANSITION] * 2 + [REASONING] * 6, 4, 0, False)  # over the budget where a transition ends
 @settings(max_examples=40)
 def test_room_is_made_beside_what_nobody_stores(types: list[int], g: int, room: int, hard: bool) -> None:
@@ -379,8 +386,10 @@ def test_a_group_is_stored_as_its_thought_is(axis: str) -> None:
     )
     by = ",by=token" if axis == "channel" else ""
     names = [
-        f"ternary:group=16{by}/nvfp4:group=16", f"nvfp4:group=16{by}/nvfp4:group=16", "fp8/nvfp4:group=16",
-    ]  # fmt: skip
+        f"ternary:group=16{by}/nvfp4:group=16",
+        f"nvfp4:group=16{by}/nvfp4:group=16",
+        "fp8/nvfp4:group=16",
+    ]
     assert policy.storage.thoughts == tuple(names)
     manager = followed(policy, [10], 32 + 32 + 20, decoder=WIDE)
     found = formats(manager, 0)
