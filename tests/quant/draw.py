@@ -25,8 +25,9 @@ def with_option(text: str, option: str) -> Format:
 FORMATS = [
     *(parse(text) for text in UNGROUPED + GROUPED),
     *(with_option(text, "by=token") for text in GROUPED),
-    parse("nvfp4:group=32"), parse("int4:group=64,by=token"),
-]  # fmt: skip
+    parse("nvfp4:group=32"),
+    parse("int4:group=64,by=token"),
+]
 
 
 @st.composite
@@ -72,12 +73,14 @@ def e4m3_points() -> list[tuple[int, Fraction]]:
 E4M3 = e4m3_points()
 # format → codes and points, from the definitions; one code a point
 POINTS = {
-    "nvfp4": [*zip(range(8), map(Fraction, (0, 0.5, 1, 1.5, 2, 3, 4, 6)), strict=True),
-              *zip(range(9, 16), map(Fraction, (-0.5, -1, -1.5, -2, -3, -4, -6)), strict=True)],
+    "nvfp4": [
+        *zip(range(8), map(Fraction, (0, 0.5, 1, 1.5, 2, 3, 4, 6)), strict=True),
+        *zip(range(9, 16), map(Fraction, (-0.5, -1, -1.5, -2, -3, -4, -6)), strict=True),
+    ],
     "ternary": [(0, Fraction(0)), (1, Fraction(1)), (3, Fraction(-1))],
     "int4s": [(q & 15, Fraction(q)) for q in range(-7, 8)],
     "int2s": [(q & 3, Fraction(q)) for q in range(-2, 2)],
-}  # fmt: skip
+}
 REACH = {"nvfp4": 6, "ternary": 1, "int4s": 7, "int2s": 2}
 
 

@@ -39,10 +39,22 @@ def test_bytes_are_those_of_the_tensors(fmt: Format, dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "want"),  # bytes of a token of 128 channels, by hand
-    [("fp32", 512), ("bf16", 256), ("fp8", 128), ("nvfp4", 72), ("nvfp4:by=token", 72), ("ternary", 40),
-     ("int4s", 72), ("int2s:group=32", 36), ("int2:group=32", 48), ("int2:group=128", 36),
-     ("int4:group=128,params=fp32", 72), ("int8:group=64,by=token", 136), ("int16:group=128", 264)],
-)  # fmt: skip
+    [
+        ("fp32", 512),
+        ("bf16", 256),
+        ("fp8", 128),
+        ("nvfp4", 72),
+        ("nvfp4:by=token", 72),
+        ("ternary", 40),
+        ("int4s", 72),
+        ("int2s:group=32", 36),
+        ("int2:group=32", 48),
+        ("int2:group=128", 36),
+        ("int4:group=128,params=fp32", 72),
+        ("int8:group=64,by=token", 136),
+        ("int16:group=128", 264),
+    ],
+)
 def test_bytes_per_token(text: str, want: float) -> None:
     assert parse(text).bytes_per_token(128) == want
 

@@ -141,8 +141,10 @@ def test_error_bound(text: str, data: st.DataObject) -> None:
     _, params = fmt.quantize(x, ONE[None, None])
     scale, minimum = stored(fmt, params)
     assert_close("minimum", minimum, x.unflatten(-1, (4, 16)).amin(-1).to(PARAMS[fmt.params]).float(), atol=0)
-    assert ((scale.double() - (highest[..., 0] - minimum.double()).clamp_min(0) / fmt.top).abs()
-            <= u_step[..., 0] + arithmetic[..., 0] / fmt.top).all()  # fmt: skip
+    assert (
+        (scale.double() - (highest[..., 0] - minimum.double()).clamp_min(0) / fmt.top).abs()
+        <= u_step[..., 0] + arithmetic[..., 0] / fmt.top
+    ).all()
 
 
 @pytest.mark.parametrize("text", ASYMMETRIC)
@@ -255,9 +257,17 @@ def test_shrink_takes_rows_in_any_layout() -> None:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("int4", "int2:group=32"), ("int4", "int2:by=token"), ("int4", "int2:params=fp32"), ("int4", "int8"),
-     ("int8", "int16"), ("int4", "int2s"), ("nvfp4", "int2"), ("nvfp4", "nvfp4")],
-)  # fmt: skip
+    [
+        ("int4", "int2:group=32"),
+        ("int4", "int2:by=token"),
+        ("int4", "int2:params=fp32"),
+        ("int4", "int8"),
+        ("int8", "int16"),
+        ("int4", "int2s"),
+        ("nvfp4", "int2"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
 def test_shrink_changes_the_bits_of_integers_only(source: str, target: str) -> None:
     with pytest.raises(UsageError, match="cannot be shrunk"):
         shrink(parse(source), parse(target), *parse(source).quantize(torch.randn(32), ONE))

@@ -18,10 +18,21 @@ def test_a_format_reads_what_it_writes(fmt: Format) -> None:
 
 @pytest.mark.parametrize(
     ("name", "bits", "group", "param_bytes"),
-    [("fp32", 32, 0, 0), ("fp16", 16, 0, 0), ("bf16", 16, 0, 0), ("fp8", 8, 0, 0), ("nvfp4", 4, 16, 1),
-     ("ternary", 2, 16, 1), ("int4s", 4, 16, 1), ("int2s", 2, 16, 1), ("int2", 2, 16, 4), ("int4", 4, 16, 4),
-     ("int8", 8, 16, 4), ("int16", 16, 16, 8)],
-)  # fmt: skip
+    [
+        ("fp32", 32, 0, 0),
+        ("fp16", 16, 0, 0),
+        ("bf16", 16, 0, 0),
+        ("fp8", 8, 0, 0),
+        ("nvfp4", 4, 16, 1),
+        ("ternary", 2, 16, 1),
+        ("int4s", 4, 16, 1),
+        ("int2s", 2, 16, 1),
+        ("int2", 2, 16, 4),
+        ("int4", 4, 16, 4),
+        ("int8", 8, 16, 4),
+        ("int16", 16, 16, 8),
+    ],
+)
 def test_names(name: str, bits: int, group: int, param_bytes: int) -> None:
     fmt = parse(name)
     assert (fmt.name, fmt.bits, fmt.group, fmt.by, fmt.param_bytes) == (name, bits, group, "channel", param_bytes)
@@ -45,13 +56,26 @@ def test_options() -> None:
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("int3", "int3.*fp32, fp16, bf16, fp8, nvfp4, ternary, int4s, int2s, int2, int4, int8, int16"), ("", "unknown"),
-     ("NVFP4", "unknown"), ("nvfp4:group=8", "16, 32, 64, 128"), ("nvfp4:group=", "16, 32"), ("nvfp4:", "takes"),
-     ("nvfp4:group=16,group=32", "twice"), ("nvfp4:groups=16", "groups"), ("nvfp4:by=row", "row"),
-     ("nvfp4:params=fp32", "params"), ("fp16:group=16", "no groups"), ("fp8:by=token", "no groups"),
-     ("fp8:", "no groups"), ("int4:params=bf16", "fp16 or fp32"), ("int16:params=fp16", "int16"),
-     ("int4:group=1_6", "16"), ("int4:group=٣٢", "16")],
-)  # fmt: skip
+    [
+        ("int3", "int3.*fp32, fp16, bf16, fp8, nvfp4, ternary, int4s, int2s, int2, int4, int8, int16"),
+        ("", "unknown"),
+        ("NVFP4", "unknown"),
+        ("nvfp4:group=8", "16, 32, 64, 128"),
+        ("nvfp4:group=", "16, 32"),
+        ("nvfp4:", "takes"),
+        ("nvfp4:group=16,group=32", "twice"),
+        ("nvfp4:groups=16", "groups"),
+        ("nvfp4:by=row", "row"),
+        ("nvfp4:params=fp32", "params"),
+        ("fp16:group=16", "no groups"),
+        ("fp8:by=token", "no groups"),
+        ("fp8:", "no groups"),
+        ("int4:params=bf16", "fp16 or fp32"),
+        ("int16:params=fp16", "int16"),
+        ("int4:group=1_6", "16"),
+        ("int4:group=٣٢", "16"),
+    ],
+)
 def test_wrong_texts(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
         parse(text)

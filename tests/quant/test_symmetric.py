@@ -113,10 +113,19 @@ def test_scales_that_underflow_give_zeros_and_large_ones_saturate(name: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "sigma", "scaled", "want"),
-    [("nvfp4", 1.0, True, 0.095), ("nvfp4", 0.01, True, 0.095), ("nvfp4", 0.002, True, 0.095),
-     ("nvfp4", 0.01, False, 0.126), ("nvfp4", 0.002, False, 0.96),  # the figures of the specification of TBQ
-     ("ternary", 1.0, True, 0.586), ("int4s", 1.0, True, 0.086), ("int2s", 1.0, True, 0.375)],  # measured here
-)  # fmt: skip
+    [
+        # the figures of the specification of TBQ
+        ("nvfp4", 1.0, True, 0.095),
+        ("nvfp4", 0.01, True, 0.095),
+        ("nvfp4", 0.002, True, 0.095),
+        ("nvfp4", 0.01, False, 0.126),
+        ("nvfp4", 0.002, False, 0.96),
+        # measured here
+        ("ternary", 1.0, True, 0.586),
+        ("int4s", 1.0, True, 0.086),
+        ("int2s", 1.0, True, 0.375),
+    ],
+)
 def test_errors_on_gaussians(name: str, sigma: float, scaled: bool, want: float) -> None:
     fmt = parse(name)
     x = sigma * torch.randn(1, 2000, 128, generator=torch.Generator().manual_seed(0))
