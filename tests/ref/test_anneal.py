@@ -117,8 +117,9 @@ def annealed(batch: Sequence[Row], *options: Any) -> tuple[torch.Tensor, torch.T
     arguments = tensors(batch)
     goal = anneal(*arguments, TAU, *options)
     size, excess, kind, level, cases, at, clock, active = tensors(batch)
-    for name, x, before in zip("abcdef", (*arguments[:3], *arguments[5:]), (size, excess, kind, at, clock, active),
-                               strict=True):  # fmt: skip
+    for name, x, before in zip(
+        "abcdef", (*arguments[:3], *arguments[5:]), (size, excess, kind, at, clock, active), strict=True
+    ):
         assert torch.equal(x, before), name
     more = arguments[4] - cases
     others = torch.ones(len(kind), dtype=torch.bool).index_fill_(0, at, False)
@@ -177,9 +178,19 @@ def test_a_hard_budget_decides_most_where_its_room_is_a_number_of_r() -> None:
         if excess <= 0:
             continue
         goal = anneal(
-            size.view(1, 1, 1, end), torch.full((1, 1, 1), excess), kind, level, cases, at,
-            torch.tensor([clock], dtype=torch.int32), active, tau, retention, True, True,
-        )[0]  # fmt: skip
+            size.view(1, 1, 1, end),
+            torch.full((1, 1, 1), excess),
+            kind,
+            level,
+            cases,
+            at,
+            torch.tensor([clock], dtype=torch.int32),
+            active,
+            tau,
+            retention,
+            True,
+            True,
+        )[0]
         decisions[running] += bool((goal < size).any())
         size = torch.minimum(size, goal).int()
     assert decisions[207:210] == [17, 69, 7]

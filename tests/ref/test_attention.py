@@ -34,9 +34,13 @@ def draw(n: int, s: int, kv_heads: int, group: int, d: int, seed: int) -> tuple[
 
 
 @given(
-    n=st.integers(1, 9), before=st.integers(0, 20), kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 7]),
-    d=st.integers(1, 20), seed=st.integers(0, 999),
-)  # fmt: skip
+    n=st.integers(1, 9),
+    before=st.integers(0, 20),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3, 7]),
+    d=st.integers(1, 20),
+    seed=st.integers(0, 999),
+)
 def test_loops(n: int, before: int, kv_heads: int, group: int, d: int, seed: int) -> None:
     q, k, v = draw(n, n + before, kv_heads, group, d, seed)
     assert_close(f"n {n}, before {before}", attention(q, k, v), loops(q, k, v), atol=1e-5)

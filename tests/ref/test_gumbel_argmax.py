@@ -69,9 +69,12 @@ def test_uniforms_are_uniform() -> None:
 
 
 @given(
-    rows=st.integers(1, 4), columns=st.integers(1, 40), infinite=st.sampled_from([0.0, 0.5, 0.95]),
-    seed=st.integers(0, 2**64 - 1), drawn=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.integers(1, 4),
+    columns=st.integers(1, 40),
+    infinite=st.sampled_from([0.0, 0.5, 0.95]),
+    seed=st.integers(0, 2**64 - 1),
+    drawn=st.integers(0, 2**31),
+)
 def test_the_token_is_that_of_the_largest_sum(
     rows: int, columns: int, infinite: float, seed: int, drawn: int
 ) -> None:

@@ -24,9 +24,13 @@ def threads(request):
 
 
 @given(
-    n=st.integers(0, FEW_ROWS + 3), d=st.integers(1, 40), out=st.integers(1, 60),
-    transposed=st.booleans(), biased=st.sampled_from(["", "bias", "residual"]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    n=st.integers(0, FEW_ROWS + 3),
+    d=st.integers(1, 40),
+    out=st.integers(1, 60),
+    transposed=st.booleans(),
+    biased=st.sampled_from(["", "bias", "residual"]),
+    seed=st.integers(0, 2**31),
+)
 def test_linear_is_the_product(threads, n, d, out, transposed, biased, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, d, generator=generator)

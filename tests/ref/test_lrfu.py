@@ -132,9 +132,10 @@ def test_three_tokens_by_hand() -> None:
         state, now = step([t in hits for hits in HITS], state, t, decay)
         values.append(now.number().tolist())
     assert [pytest.approx(v, rel=1e-14) for v in zip(*values, strict=True)] == [
-        (1, 1.6, 1.96, 2.176, 2.3056, 1.38336), (1, 0.6, 0.36, 0.216, 0.1296, 1.07776),
+        (1, 1.6, 1.96, 2.176, 2.3056, 1.38336),
+        (1, 0.6, 0.36, 0.216, 0.1296, 1.07776),
         (1, 1.6, 0.96, 1.576, 0.9456, 0.56736),
-    ]  # fmt: skip
+    ]
     assert state[0].tolist() == pytest.approx([2.3056, 1.07776, 1.576], rel=1e-14)
     assert state[1].tolist() == [5, 6, 4]
 

@@ -25,10 +25,15 @@ def draw(s: int, kv_heads: int, group: int, d: int, sharp: float, seed: int) -> 
 
 
 @given(
-    s=st.integers(1, 20), kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3]), d=st.integers(1, 16),
-    parts=st.integers(1, 5), sharp=st.sampled_from([0.0, 1.0, 300.0]), seed=st.integers(0, 999),
+    s=st.integers(1, 20),
+    kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 2, 3]),
+    d=st.integers(1, 16),
+    parts=st.integers(1, 5),
+    sharp=st.sampled_from([0.0, 1.0, 300.0]),
+    seed=st.integers(0, 999),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)  # fmt: skip
+)
 def test_parts_give_the_whole(
     s: int, kv_heads: int, group: int, d: int, parts: int, sharp: float, seed: int, dtype: torch.dtype
 ) -> None:

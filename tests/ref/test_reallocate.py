@@ -118,8 +118,10 @@ def rows(draw: st.DrawFn, damping: float | None = None) -> tuple[Heads, Heads, H
 
     crf, low = numbers(0, draw(st.sampled_from([1, 3, 20]))), numbers(1, 6)
     budget = [[least + draw(st.integers(0, 20)) for least in layer] for layer in low]
-    held = [[draw(st.integers(least, most)) for least, most in zip(*of, strict=True)]
-            for of in zip(low, budget, strict=True)]  # fmt: skip
+    held = [
+        [draw(st.integers(least, most)) for least, most in zip(*of, strict=True)]
+        for of in zip(low, budget, strict=True)
+    ]
     every = draw(st.integers(1, 40))
     high = [[n + every for n in layer] for layer in held]
     assume(sum(map(sum, high)) >= sum(map(sum, budget)))
@@ -146,8 +148,9 @@ def by_fractions(crf: Heads, budget: Heads, low: Heads, high: Heads) -> list[int
     def at(c: Fraction) -> list[Fraction]:
         return [min(max(c * share, Fraction(a)), Fraction(b)) for share, a, b in zip(x, lows, highs, strict=True)]
 
-    borders = sorted({Fraction(bound) / share for bounds in (lows, highs)
-                      for bound, share in zip(bounds, x, strict=True)})  # fmt: skip
+    borders = sorted(
+        {Fraction(bound) / share for bounds in (lows, highs) for bound, share in zip(bounds, x, strict=True)}
+    )
     below = max(c for c in borders if sum(at(c)) <= total)
     above = min((c for c in borders if sum(at(c)) >= total), default=below)
     slope = sum(at(above)) - sum(at(below))

@@ -52,5 +52,8 @@ def test_every_lane_is_scored_by_its_own_keys(
 ) -> None:
     assert_lanes_are_scored_alone(
         lambda q, k, valid: window_importance(q, k, valid, kernel_size, pooling),
-        lambda q, k: plain(q, k, kernel_size, pooling), shape, shared, data,
-    )  # fmt: skip
+        lambda q, k: plain(q, k, kernel_size, pooling),
+        shape,
+        shared,
+        data,
+    )
