@@ -33,9 +33,11 @@ def stub(layers: int = 2) -> Any:
     """What `foresight` asks of what is loaded, but its model."""
     tokenizer = SimpleNamespace(id_of={OPEN: OPEN_ID, CLOSE: CLOSE_ID}.get, pieces=lambda ids: ["x" for _ in ids])
     return SimpleNamespace(
-        tokenizer=tokenizer, config=SimpleNamespace(num_layers=layers), device=torch.device("cpu"),
+        tokenizer=tokenizer,
+        config=SimpleNamespace(num_layers=layers),
+        device=torch.device("cpu"),
         stop_ids={STOP},
-    )  # fmt: skip
+    )
 
 
 def test_which_tokens_think_and_answer() -> None:
@@ -64,9 +66,14 @@ def test_targets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     p[..., 0] = 1 - p.sum(-1)  # the rest goes to the question
 
     def told(
-        loaded: Any, ids: Sequence[int], see: Callable[..., None], *, queries: Tensor, at_once: int,
+        loaded: Any,
+        ids: Sequence[int],
+        see: Callable[..., None],
+        *,
+        queries: Tensor,
+        at_once: int,
         tap: Callable[[int, Tensor], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert list(ids) == [0, *tokens]
         for layer in range(2):
             seen = (torch.arange(11) <= queries[:, None])[:, None]
@@ -81,8 +88,11 @@ def test_targets_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs" not in targets, "the text is of no family"
     rows = p[..., 7:10, 1:6]
     assert (10 * rows.sum(2)).round().flatten(0, 1).int().tolist() == [
-        [2, 1, 9, 1, 2], [2, 1, 8, 2, 4], [2, 1, 7, 1, 3], [2, 1, 8, 0, 3],
-    ]  # fmt: skip
+        [2, 1, 9, 1, 2],
+        [2, 1, 8, 2, 4],
+        [2, 1, 7, 1, 3],
+        [2, 1, 8, 0, 3],
+    ]
     for other in (rows.sum((0, 1, 2)), rows.mean((0, 1, 2))):  # summed over heads; the code's mean over the answer
         assert torch.allclose(other / other.mean(), targets["answer"])
     p[..., 1:6], p[..., 0] = 0, 1
