@@ -99,8 +99,10 @@ def test_no_step_waits_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: p
         advance(True)
         advance.step(10)
         advance(False)
-        assert said[before:] == ["1 of 1 right (100.0%); 250 tokens, 500.0 tokens/s",
-                                 "1 of 2 right (50.0%); 260 tokens, 520.0 tokens/s"]  # fmt: skip
+        assert said[before:] == [
+            "1 of 1 right (100.0%); 250 tokens, 500.0 tokens/s",
+            "1 of 2 right (50.0%); 260 tokens, 520.0 tokens/s",
+        ]
 
 
 def test_durations() -> None:

@@ -14,8 +14,15 @@ from minithink.results import record
 def test_a_result_says_how_it_came_to_be() -> None:
     result = record.new("decode", ["decode", "--output", "a file.json"])
     assert list(result) == [
-        "benchmark", "complete", "command", "date", "commit", "embedded_model", "machine", "versions",
-    ]  # fmt: skip
+        "benchmark",
+        "complete",
+        "command",
+        "date",
+        "commit",
+        "embedded_model",
+        "machine",
+        "versions",
+    ]
     assert result["command"] == "python -m minithink.bench decode --output 'a file.json'"
     assert result["date"].endswith("Z")
     assert len(result["embedded_model"]) == 16
@@ -43,8 +50,10 @@ def test_writing_is_all_or_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_result_comes_back_as_it_was(tmp_path) -> None:
     result = {
         "measurements": [{"a": 1.23456789, "b": [1, 2.5], "c": float("nan")}, {"d": [[1, "x ["], [2, 'y "']]}],
-        "empty": {}, "none": [], "n": 123456789,
-    }  # fmt: skip
+        "empty": {},
+        "none": [],
+        "n": 123456789,
+    }
     record.write(tmp_path / "x.json", result)
     text = (tmp_path / "x.json").read_text()
     assert '[1, "x ["],\n' in text, "a row takes one line"

@@ -107,12 +107,14 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str = MODULE, be
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("Keep what is loud.", "Keep what is quiet."), ('    """Keep what is loud."""\n', ""),
+        ("Keep what is loud.", "Keep what is quiet."),
+        ('    """Keep what is loud."""\n', ""),
         ("        return 3", "        # three\n        return (3)"),
-        ("SHARE = 0.5", "\n\n\nSHARE = 0.5\nUNUSED = 7"), ("        return 3", '        "Room."\n        return 3'),
+        ("SHARE = 0.5", "\n\n\nSHARE = 0.5\nUNUSED = 7"),
+        ("        return 3", '        "Room."\n        return 3'),
         ("import torch", "import math"),
     ],
-)  # fmt: skip
+)
 def test_comments_docstrings_and_layout_do_not_count(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,14 +126,26 @@ def test_comments_docstrings_and_layout_do_not_count(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("SHARE = 0.5", "SHARE = 0.25"), ('"c"}', '"d"}'), ("x * SHARE", "x + SHARE"), ("return 3", "return 4"),
-        ("power: float = 2.0", "power: float = 3.0"), ("lambda: [1, 2]", "lambda: [1, 3]"), ("** self", "* self"),
-        ("return self.budget", "return None"), ("at=4", "at=5"), ("min(x", "max(x"), ("return f(*args)", "return 0"),
-        ("return 0\n        return sum", "return 1\n        return sum"), ("FACTOR = 2", "FACTOR = 3"),
-        ("FACTOR * x", "FACTOR + x"), ("n + 11", "n - 11"), ("(half, 13)", "(half, 14)"), ("return 17", "return 18"),
+        ("SHARE = 0.5", "SHARE = 0.25"),
+        ('"c"}', '"d"}'),
+        ("x * SHARE", "x + SHARE"),
+        ("return 3", "return 4"),
+        ("power: float = 2.0", "power: float = 3.0"),
+        ("lambda: [1, 2]", "lambda: [1, 3]"),
+        ("** self", "* self"),
+        ("return self.budget", "return None"),
+        ("at=4", "at=5"),
+        ("min(x", "max(x"),
+        ("return f(*args)", "return 0"),
+        ("return 0\n        return sum", "return 1\n        return sum"),
+        ("FACTOR = 2", "FACTOR = 3"),
+        ("FACTOR * x", "FACTOR + x"),
+        ("n + 11", "n - 11"),
+        ("(half, 13)", "(half, 14)"),
+        ("return 17", "return 18"),
         ("return 19", "return 20"),
     ],
-)  # fmt: skip
+)
 def test_whatever_the_class_runs_counts(
     before: str, after: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
