@@ -14,9 +14,16 @@ from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 # What the functions that say a line are writing; others plan.
 WRITERS = {
-    "paragraph": TRANSITION, "compute": EXECUTION, "trial": EXECUTION, "recheck": TRANSITION, "review": TRANSITION,
-    "remind": TRANSITION, "retry": TRANSITION, "turn": TRANSITION, "reread": TRANSITION,
-}  # fmt: skip
+    "paragraph": TRANSITION,
+    "compute": EXECUTION,
+    "trial": EXECUTION,
+    "recheck": TRANSITION,
+    "review": TRANSITION,
+    "remind": TRANSITION,
+    "retry": TRANSITION,
+    "turn": TRANSITION,
+    "reread": TRANSITION,
+}
 OPENINGS = {"Still": REASONING, "None fits.": TRANSITION, "So": EXECUTION, "I know": REASONING}  # of search's lines
 
 

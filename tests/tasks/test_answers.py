@@ -51,9 +51,21 @@ def test_the_short_answer_is_found_in_every_published_spelling(solution, answer)
 
 @pytest.mark.parametrize(
     "text",
-    ["", "12", " 12 ", "x, y", "$5 and $3", "#### ", "answer", "the answer is not 5", r"\boxed{5", r"\boxedx{5}",
-     "The answer is \\boxed{5", "#### 1. Setup\nThen we are done"],
-)  # fmt: skip
+    [
+        "",
+        "12",
+        " 12 ",
+        "x, y",
+        "$5 and $3",
+        "#### ",
+        "answer",
+        "the answer is not 5",
+        r"\boxed{5",
+        r"\boxedx{5}",
+        "The answer is \\boxed{5",
+        "#### 1. Setup\nThen we are done",
+    ],
+)
 def test_what_has_no_known_spelling_stays_as_it_is(text):
     assert short_answer(text) == text
     assert stated(text) is None

@@ -108,9 +108,11 @@ def free(line: str, kind: str, problem: object) -> set[str]:
         return set(re.findall("[a-z]{3}", line))
     if kind in ("check", "reread", "backwards", "newest"):
         found = re.findall(r"([a-z]{3})(?: \*|@(\d+)|\?| =| -| \+| once| again| is)|step (\d+)", line)
-        return {word for words in found for word in words if word} if problem.family == "ledger" else {
-            words[0] for words in found
-        }  # fmt: skip
+        return (
+            {word for words in found for word in words if word}
+            if problem.family == "ledger"
+            else {words[0] for words in found}
+        )
     return set()
 
 
@@ -176,19 +178,22 @@ def shown(question: str, generated: str) -> dict[str, dict[str, list[str]]]:
 
 def test_a_search_token_by_token():
     question = "Numbers from 1 to 9: gon * duv + 7 = 25; duv * 8 + 14 = 30. Find gon and duv. Repeat little."
-    found = shown(question, (
-        "First, gon. gon * duv + 7 = 25, so I need duv first.\n"
-        "Here duv * 8 + 14 = 30.\n"
-        "I want duv with duv * 8 + 14 = 30, from 1 up. Quick now.\n\n"
-        "Try 1: 1 * 8 = 8, 8 + 14 = 22, no.\n\n"
-        "Try 2: 2 * 8 = 16, 16 + 14 = 30, yes.\n\n"
-        "So duv = 2.\n\n"
-        "Back to gon. gon * duv + 7 = 25, I have duv = 2.\n"
-        "I want gon with gon * 2 + 7 = 25, from 9 down. Quick now.\n\n"
-        "Try 9: 9 * 2 = 18, 18 + 7 = 25, yes.\n\n"
-        "Wait, was duv right? duv * 8 + 14 = 30, 2 * 8 = 16, 16 + 14 = 30. Yes, duv = 2.\n\n"
-        "So gon = 9.\n</think>\n\nI find gon = 9 and duv = 2, so the answer is \\boxed{9, 2}."
-    ))  # fmt: skip
+    found = shown(
+        question,
+        (
+            "First, gon. gon * duv + 7 = 25, so I need duv first.\n"
+            "Here duv * 8 + 14 = 30.\n"
+            "I want duv with duv * 8 + 14 = 30, from 1 up. Quick now.\n\n"
+            "Try 1: 1 * 8 = 8, 8 + 14 = 22, no.\n\n"
+            "Try 2: 2 * 8 = 16, 16 + 14 = 30, yes.\n\n"
+            "So duv = 2.\n\n"
+            "Back to gon. gon * duv + 7 = 25, I have duv = 2.\n"
+            "I want gon with gon * 2 + 7 = 25, from 9 down. Quick now.\n\n"
+            "Try 9: 9 * 2 = 18, 18 + 7 = 25, yes.\n\n"
+            "Wait, was duv right? duv * 8 + 14 = 30, 2 * 8 = 16, 16 + 14 = 30. Yes, duv = 2.\n\n"
+            "So gon = 9.\n</think>\n\nI find gon = 9 and duv = 2, so the answer is \\boxed{9, 2}."
+        ),
+    )
     start = "Numbers from 1 to 9: gon"
     first = "First, gon. gon"
     lock = f"{start} * duv + 7 = 25; duv"
@@ -217,11 +222,9 @@ def test_a_search_token_by_token():
         "verdict duv": ["Try 1: 1 * 8 = 8, 8 + 14 = 22, no"],
         "side duv": [f"{want} * 8 + 14 = 30, from 1 up", "Try 1", "Try 1: 1"],
         "factor duv": [f"{want} * 8", "Try 1: 1 * 8", f"{lock} * 8", "Here duv * 8"],
-        "added duv": [
-            f"{want} * 8 + 14", "Try 1: 1 * 8 = 8, 8 + 14", f"{lock} * 8 + 14", "Here duv * 8 + 14"
-        ],
+        "added duv": [f"{want} * 8 + 14", "Try 1: 1 * 8 = 8, 8 + 14", f"{lock} * 8 + 14", "Here duv * 8 + 14"],
         "result duv": [f"{want} * 8 + 14 = 30", f"{lock} * 8 + 14 = 30", "Here duv * 8 + 14 = 30"],
-    }  # fmt: skip
+    }
     assert found["So duv = 2."] == {
         "goal duv": [f"{first} * duv + 7 = 25, so I need duv", "Here duv", "I want duv", want],
         "trial duv": ["Try 2", "Try 2: 2"],
@@ -271,15 +274,20 @@ def test_a_search_that_is_misread_and_turned():
     assert found["Try 9: 9 * 2 = 18, 18 + 8 = 26, no."] == {
         "from gon": [f"{turned} = 25, from 9"],
         "factor gon": [
-            "I want gon with gon * 2", "Try 1: 1 * 2", turned[:-4], "Numbers from 1 to 9: gon * 2",
+            "I want gon with gon * 2",
+            "Try 1: 1 * 2",
+            turned[:-4],
+            "Numbers from 1 to 9: gon * 2",
             "First, gon. gon * 2",
         ],
         "added gon": ["I want gon with gon * 2 + 8", "Try 1: 1 * 2 = 2, 2 + 8", turned],
         "result gon": [
-            "I want gon with gon * 2 + 8 = 25", f"{turned} = 25", "Numbers from 1 to 9: gon * 2 + 7 = 25",
+            "I want gon with gon * 2 + 8 = 25",
+            f"{turned} = 25",
+            "Numbers from 1 to 9: gon * 2 + 7 = 25",
             "First, gon. gon * 2 + 7 = 25",
         ],
-    }  # fmt: skip
+    }
     assert found[none]["trial gon"] == ["Try 1", "Try 1: 1"]
     assert found[none]["side gon"] == [f"{turned} = 25, from 9 down", "Try 2", "Try 2: 2"]
     assert found[none]["verdict gon"] == ["Try 1: 1 * 2 = 2, 2 + 8 = 10, no"]
@@ -289,8 +297,11 @@ def test_a_search_that_is_misread_and_turned():
     # What was misread is superseded, and so are the trials.
     again = found["Try 1: 1 * 2 = 2, 2 + 7 = 9, no."]
     assert again["added gon"] == [
-        "I want gon with gon * 2 + 7", "Numbers from 1 to 9: gon * 2 + 7", "First, gon. gon * 2 + 7", none[:-6],
-    ]  # fmt: skip
+        "I want gon with gon * 2 + 7",
+        "Numbers from 1 to 9: gon * 2 + 7",
+        "First, gon. gon * 2 + 7",
+        none[:-6],
+    ]
     assert "trial gon" not in again
 
 
@@ -300,8 +311,12 @@ def test_goals_and_trials_that_are_stated_again():
     still, remind = "Still gon with gon * 2 + 7 = 25, from 9 down.", "Wait, what do I want? " + want[7:] + "."
     one, two = "Try 8: 8 * 2 = 16, 16 + 7 = 23, no.", "Try 7: 7 * 2 = 14, 14 + 7 = 21, no."
     retry = "Wait, let me check 8 again. 8 * 2 = 16, 16 + 7 = 23, not 25."
-    found = shown(question, "\n\n".join((f"{want}. Quick now.", one, retry, still, remind, two)).replace("I want", (
-        "First, gon. gon * 2 + 7 = 25.\nI want"), 1))  # fmt: skip
+    found = shown(
+        question,
+        "\n\n".join((f"{want}. Quick now.", one, retry, still, remind, two)).replace(
+            "I want", ("First, gon. gon * 2 + 7 = 25.\nI want"), 1
+        ),
+    )
     lock = ["Numbers from 1 to 9: gon * 2", "First, gon. gon * 2"]
     assert found[retry] == {
         "trial gon": ["Try 8", "Try 8: 8"],
@@ -314,14 +329,22 @@ def test_goals_and_trials_that_are_stated_again():
     assert found[still]["from gon"] == [want[:-5]]
     assert found[still]["side gon"] == [want, "Try 8", "Try 8: 8"]
     assert found[remind]["goal gon"] == [
-        "First, gon", "First, gon. gon", "I want gon", "I want gon with gon", "Still gon", "Still gon with gon",
-    ]  # fmt: skip
+        "First, gon",
+        "First, gon. gon",
+        "I want gon",
+        "I want gon with gon",
+        "Still gon",
+        "Still gon with gon",
+    ]
     assert found[two]["trial gon"] == ["Try 8", "Try 8: 8", again, f"{again} again. 8"]
     assert found[two]["side gon"] == [want, still[:-1], remind[:-1], "Try 8", "Try 8: 8"]
     assert found[two]["added gon"][:5] == [
-        "I want gon with gon * 2 + 7", "Try 8: 8 * 2 = 16, 16 + 7", f"{again} again. 8 * 2 = 16, 16 + 7",
-        "Still gon with gon * 2 + 7", "Wait, what do I want? gon with gon * 2 + 7",
-    ]  # fmt: skip
+        "I want gon with gon * 2 + 7",
+        "Try 8: 8 * 2 = 16, 16 + 7",
+        f"{again} again. 8 * 2 = 16, 16 + 7",
+        "Still gon with gon * 2 + 7",
+        "Wait, what do I want? gon with gon * 2 + 7",
+    ]
 
 
 def test_a_search_that_another_one_interrupts_is_over():
@@ -448,8 +471,10 @@ def test_a_ledger_token_by_token():
     assert found[two]["value tup@1"] == [one[:-1]]
     assert found[two]["goal tup@2"] == [plan2[:-11]]
     assert found[three]["value nug@0"] == [
-        f"{start} = 56; nug@0 = 20", "So tup@0 = 56 and nug@0 = 20", "So tup@0 = 56 and nug@0 = 20, 56 + 20",
-    ]  # fmt: skip
+        f"{start} = 56; nug@0 = 20",
+        "So tup@0 = 56 and nug@0 = 20",
+        "So tup@0 = 56 and nug@0 = 20, 56 + 20",
+    ]
     assert found[look]["value tup@1"] == [one[:-1], "Then tup@1 = 76", "Then tup@1 = 76, 76"]
     newest = [f"{move.rpartition(':')[0]}", "Here step 2", plan2[:-11], "Then tup@1 = 76, 76 - 12 = 64, so tup@2"]
     assert found[again] == {"value tup@2": [two[:-1]], "newest tup": newest}

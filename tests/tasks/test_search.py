@@ -101,8 +101,22 @@ class Reader:
 
     def line(self, line: str, here: Paragraph, follows: str) -> str:
         """The kind of a line, once all that it says is found true."""
-        for kind in ("plan", "want", "trial", "still", "none", "so", "know", "already",
-                     "recheck", "review", "remind", "retry", "turn", "reread"):  # fmt: skip
+        for kind in (
+            "plan",
+            "want",
+            "trial",
+            "still",
+            "none",
+            "so",
+            "know",
+            "already",
+            "recheck",
+            "review",
+            "remind",
+            "retry",
+            "turn",
+            "reread",
+        ):
             if found := re.fullmatch(getattr(self, kind.upper()), line):
                 getattr(self, kind)(found, here, follows)
                 self.counts[kind] += 1
@@ -316,8 +330,20 @@ def read():
 
 def test_lines_of_all_kinds_occur(read):
     counts = sum((one.counts for one in read), Counter())
-    for kind in ("plan", "already", "still", "know", "retry", "remind", "turn", "recheck", "review", "reread",
-                 "corrected", "unnoticed"):  # fmt: skip
+    for kind in (
+        "plan",
+        "already",
+        "still",
+        "know",
+        "retry",
+        "remind",
+        "turn",
+        "recheck",
+        "review",
+        "reread",
+        "corrected",
+        "unnoticed",
+    ):
         assert counts[kind] >= 20, kind
     assert counts["none"] >= counts["misread"] >= 30
     assert counts["none"] - counts["misread"] >= 5  # a slip hid the hit
@@ -375,8 +401,11 @@ def test_redundancy_changes_how_often_things_are_restated_and_nothing_else(probl
     for redundancy in range(3):
         other = replace(problem, redundancy=redundancy)
         assert (other.digest(), other.values(), other.answer, other.split()) == (
-            problem.digest(), problem.values(), problem.answer, problem.split()
-        )  # fmt: skip
+            problem.digest(),
+            problem.values(),
+            problem.answer,
+            problem.split(),
+        )
         assert other.question.rpartition(". Repeat")[0] == problem.question.rpartition(". Repeat")[0]
         lines = [x for x in search.draw_trace(other, random.Random(seed))[0].split("\n") if x]
         restated = [x.split(" ")[0] for x in lines if x.startswith(("Still ", "I know "))]
