@@ -315,7 +315,7 @@ REFUSED: dict[str, tuple[Callable[[Spec], None], str]] = {
     "shuffled": (shuffle_merges, "tiktoken merges to the lower id first"),
     "renumbered": (renumber, "tiktoken merges to the lower id first"),
     "merges dropped": (lambda spec: [drop_merges(spec), ignore_merges(spec)], "no merge makes its token"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,12 +10,18 @@ from minithink.text.openings import REFLECTIONS, TRANSITIONS, Thought, found, la
 @pytest.mark.parametrize(
     ("paragraph", "want"),
     [
-        ("Wait, 3 + 4 = 7.", "reflection"), ("  WAIT: no.", "reflection"), ("So 7. Let me verify it.", "reflection"),
-        ("That seems right. Alternatively, no.", "reflection"), ("Alternatively, x = 3.", "transition"),
-        ("I can think differenly here.", "transition"), ("There is another approach.", "transition"),
-        ("So x = 3. Alternatively, x = 4.", "execution"), ("I wait. 3 + 4 = 7.", "execution"), ("", "execution"),
+        ("Wait, 3 + 4 = 7.", "reflection"),
+        ("  WAIT: no.", "reflection"),
+        ("So 7. Let me verify it.", "reflection"),
+        ("That seems right. Alternatively, no.", "reflection"),
+        ("Alternatively, x = 3.", "transition"),
+        ("I can think differenly here.", "transition"),
+        ("There is another approach.", "transition"),
+        ("So x = 3. Alternatively, x = 4.", "execution"),
+        ("I wait. 3 + 4 = 7.", "execution"),
+        ("", "execution"),
     ],
-)  # fmt: skip
+)
 def test_seals_labels(paragraph: str, want: str) -> None:
     assert label(paragraph) == want
 
@@ -33,8 +39,22 @@ def test_seals_words() -> None:
 
 def test_thoughts_of_a_text() -> None:
     """The first one is left out: no blank line stands before it. A blank line may be two tokens' work."""
-    pieces = ["Let", " me see.", "\n\n", "So", " 3 + 4 = 7.", "\n", "Then x = 7.", "\n\n", "Wait", ", no.", "\n\n",
-              "None fits.", ".\n\n", "x = 7"]  # fmt: skip
+    pieces = [
+        "Let",
+        " me see.",
+        "\n\n",
+        "So",
+        " 3 + 4 = 7.",
+        "\n",
+        "Then x = 7.",
+        "\n\n",
+        "Wait",
+        ", no.",
+        "\n\n",
+        "None fits.",
+        ".\n\n",
+        "x = 7",
+    ]
     after = ["reasoning", "execution", "transition", "transition"]
     for labels, others in (("seal", [False, True, False, False]), ("words", [False, True, True, False])):
         want = [Thought(at, o, k) for at, o, k in zip((2, 7, 10, 12), others, after, strict=True)]

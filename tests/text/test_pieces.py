@@ -64,9 +64,29 @@ PUBLISHED = {
 
 # Whatever else can be composed of the steps. A regex is an alternation of short sequences of atoms.
 ATOMS = [
-    "a", "b", " ", "\\n", "'", "é", r"\p{L}", r"\p{Lu}", r"\p{Ll}", r"\p{N}", r"\s", r"\S", r"[^\s\p{L}\p{N}]",
-    "[a-c]", r"[\r\n]", r"\p{P}", r"\p{M}", r"\d", r"(?:ab)", r"(?:a|é)", "(1)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-]  # fmt: skip
+    "a",
+    "b",
+    " ",
+    "\\n",
+    "'",
+    "é",
+    r"\p{L}",
+    r"\p{Lu}",
+    r"\p{Ll}",
+    r"\p{N}",
+    r"\s",
+    r"\S",
+    r"[^\s\p{L}\p{N}]",
+    "[a-c]",
+    r"[\r\n]",
+    r"\p{P}",
+    r"\p{M}",
+    r"\d",
+    r"(?:ab)",
+    r"(?:a|é)",
+    "(1)",
+    "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+]
 QUANTIFIERS = ["", "", "", "+", "*", "?", "+?", "*?", "++", "*+", "{1,3}", "{2}", "{2,}"]
 TERMS = st.tuples(st.sampled_from(ATOMS), st.sampled_from(QUANTIFIERS)).map("".join) | st.just(r"\s+(?!\S)")
 BRANCHES = st.lists(TERMS, min_size=1, max_size=4).map("".join)
@@ -113,11 +133,54 @@ HEADS = st.lists(STEPS, max_size=3).flatmap(
 )
 
 FRAGMENTS = [
-    *" \n\t\r'aab1é", "  ", "\r\n", " \n \n", "ab", "aab", "'s", "'S", "'LL", "'ſ", "it's", "12", "1234567", "٣٤٥",
-    "Ⅷ", "½", "²", "e\u0301", "\u0301", "İ", "Σς", "größer", "Быстрая", "我们", "カタカナ", "हिन्दी", "👍🏽", "ⓐ",
-    "\u200d", "_", "-x", "\u061d", "\u166d", "፡", "!?", "$5", "«", "Ġ", "\x00", "\x85", "\xa0", "\u3000", "\x1c",
-    "\U0010ffff", "A", "ǅ", "ʰ",
-]  # fmt: skip
+    *" \n\t\r'aab1é",
+    "  ",
+    "\r\n",
+    " \n \n",
+    "ab",
+    "aab",
+    "'s",
+    "'S",
+    "'LL",
+    "'ſ",
+    "it's",
+    "12",
+    "1234567",
+    "٣٤٥",
+    "Ⅷ",
+    "½",
+    "²",
+    "e\u0301",
+    "\u0301",
+    "İ",
+    "Σς",
+    "größer",
+    "Быстрая",
+    "我们",
+    "カタカナ",
+    "हिन्दी",
+    "👍🏽",
+    "ⓐ",
+    "\u200d",
+    "_",
+    "-x",
+    "\u061d",
+    "\u166d",
+    "፡",
+    "!?",
+    "$5",
+    "«",
+    "Ġ",
+    "\x00",
+    "\x85",
+    "\xa0",
+    "\u3000",
+    "\x1c",
+    "\U0010ffff",
+    "A",
+    "ǅ",
+    "ʰ",
+]
 # Packages differ in the version of Unicode. They agree on what the oldest Python knows.
 KNOWN = st.characters(exclude_categories=("Cs", "Cn"))
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(KNOWN, max_size=4), max_size=12).map("".join)

@@ -20,10 +20,43 @@ from minithink.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import train
 
 PARTS = [
-    *KEYWORDS, *(f" {word}" for word in KEYWORDS), "Waiting", "Against", "again", "wait", "Wait2", "_again", "éagain",
-    "again’s", "—Wait—", "“Wait”", "Wai", "t", "W", "Alternative", "ly", "a", "gain", "\n", "\n\n", ".\n", ")\n\n",
-    "?\n\n", ":\n", "\r\n", " \n ", "。\n", " ", ".", ",", "👍🏽", "我们", "\x85", "</think>", "x" * 20,
-]  # fmt: skip
+    *KEYWORDS,
+    *(f" {word}" for word in KEYWORDS),
+    "Waiting",
+    "Against",
+    "again",
+    "wait",
+    "Wait2",
+    "_again",
+    "éagain",
+    "again’s",
+    "—Wait—",
+    "“Wait”",
+    "Wai",
+    "t",
+    "W",
+    "Alternative",
+    "ly",
+    "a",
+    "gain",
+    "\n",
+    "\n\n",
+    ".\n",
+    ")\n\n",
+    "?\n\n",
+    ":\n",
+    "\r\n",
+    " \n ",
+    "。\n",
+    " ",
+    ".",
+    ",",
+    "👍🏽",
+    "我们",
+    "\x85",
+    "</think>",
+    "x" * 20,
+]
 TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=5), max_size=25).map("".join)
 
 
@@ -90,8 +123,27 @@ def test_tokens_may_be_cut_anywhere(text: str, cuts: list[int]) -> None:
 
 
 def test_worked_example_1() -> None:
-    words = ["So", " x", "=2", ".\n", "Wait", ",", " again", "?\n\n", "Waiting", " (ok", ")\n", "\n", "Against",
-             " it", ".", " 2", ":\n", "Alternatively", " y"]  # fmt: skip
+    words = [
+        "So",
+        " x",
+        "=2",
+        ".\n",
+        "Wait",
+        ",",
+        " again",
+        "?\n\n",
+        "Waiting",
+        " (ok",
+        ")\n",
+        "\n",
+        "Against",
+        " it",
+        ".",
+        " 2",
+        ":\n",
+        "Alternatively",
+        " y",
+    ]
     ranges, found = streamed([word.encode() for word in words])
     assert ranges == [(0, 3), (4, 7), (8, 10), (11, 11), (12, 16)]
     assert found == [False, True, False, False, False], "Wait and again are one sentence; the open one does not count"

@@ -45,16 +45,73 @@ SPECIALS = [
     AddedToken("\n \n", normalized=False),
 ]
 FRAGMENTS = [
-    *" \n\t\r\x0b\x1c\x85\u00a0\u3000\u200b", "  ", "   ", "\r\n", "\n\n", " \n \n", "<", "|", "<|", "<think", "<|im",
-    "'s", "'S", "'LL", "'ve", "'ſ", "’s", "'", "don't", "WE'RE", "1", "12", "1234567", "٣٤٥", "Ⅷ", "½",
-    "e\u0301", "é", "\u0301", "a\u0323\u0307", "a\u0307\u0323", "가", "\u1100\u1161", "Å", "ﬁ", "ß", "İ",
-    "Hello", " world", "thinking", "größer", "Быстрая", "我们", "日本語", "السلام", "हिन्दी",
-    "👍🏽", "👩‍👩‍👧",
-    "🇩🇪", "\U000e0041",
-    "a" * 50, " " * 30, "\n" * 20, "ab" * 40, "!" * 25, "𝒳", "\x00", "a\x04b\x1d", "\U000406f1",
-    "\ufffd", "\U0010ffff", "=>", "«", "Ġ", "Ċ",
+    *" \n\t\r\x0b\x1c\x85\u00a0\u3000\u200b",
+    "  ",
+    "   ",
+    "\r\n",
+    "\n\n",
+    " \n \n",
+    "<",
+    "|",
+    "<|",
+    "<think",
+    "<|im",
+    "'s",
+    "'S",
+    "'LL",
+    "'ve",
+    "'ſ",
+    "’s",
+    "'",
+    "don't",
+    "WE'RE",
+    "1",
+    "12",
+    "1234567",
+    "٣٤٥",
+    "Ⅷ",
+    "½",
+    "e\u0301",
+    "é",
+    "\u0301",
+    "a\u0323\u0307",
+    "a\u0307\u0323",
+    "가",
+    "\u1100\u1161",
+    "Å",
+    "ﬁ",
+    "ß",
+    "İ",
+    "Hello",
+    " world",
+    "thinking",
+    "größer",
+    "Быстрая",
+    "我们",
+    "日本語",
+    "السلام",
+    "हिन्दी",
+    "👍🏽",
+    "👩‍👩‍👧",
+    "🇩🇪",
+    "\U000e0041",
+    "a" * 50,
+    " " * 30,
+    "\n" * 20,
+    "ab" * 40,
+    "!" * 25,
+    "𝒳",
+    "\x00",
+    "a\x04b\x1d",
+    "\U000406f1",
+    "\ufffd",
+    "\U0010ffff",
+    "=>",
+    "«",
+    "Ġ",
+    "Ċ",
     *(token.content for token in SPECIALS),
-]  # fmt: skip
+]
 # Packages differ in the version of Unicode. They agree on what the oldest Python knows.
 KNOWN = st.characters(exclude_categories=("Cs", "Cn"))
 TEXTS = st.lists(st.sampled_from(FRAGMENTS) | st.text(KNOWN, max_size=6), max_size=12).map("".join)
@@ -252,10 +309,17 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
     texts = {*pre_tokenizers.ByteLevel.alphabet(), *tokens, *unmade}
     ids = draw(st.permutations(range(len(texts))))
     return {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "fuse_unk": False,
-        "end_of_word_suffix": None, "byte_fallback": False, "ignore_merges": draw(st.booleans()),
-        "vocab": dict(zip(sorted(texts), ids, strict=True)), "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "fuse_unk": False,
+        "end_of_word_suffix": None,
+        "byte_fallback": False,
+        "ignore_merges": draw(st.booleans()),
+        "vocab": dict(zip(sorted(texts), ids, strict=True)),
+        "merges": merges,
+    }
 
 
 @given(model=models(), texts=st.lists(st.text("ab ", max_size=12), min_size=5, max_size=15), split=st.booleans())
@@ -686,7 +750,8 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "no pre-tokenizer": (change("pre_tokenizer", to=None), ["pre-tokenizer []"]),
     "Metaspace": (change("pre_tokenizer", to={"type": "Metaspace"}), ["pre-tokenizer ['Metaspace']"]),
     "BERT's post-processor": (
-        change("post_processor", to={"type": "BertProcessing", "sep": ["a", 1]}), ["['BertProcessing']"]
+        change("post_processor", to={"type": "BertProcessing", "sep": ["a", 1]}),
+        ["['BertProcessing']"],
     ),
     "template without text": (change("post_processor", to=template(ids={})), ["0 times"]),
     "template with text twice": (change("post_processor", to=template("A", "A", ids={})), ["2 times"]),
@@ -696,7 +761,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], None], list[str]]] = {
     "added id is null": (change("added_tokens", 0, "id", to=None), ["id None"]),
     "added token without id": (change("added_tokens", 0, to={"content": "<x>"}), ["id None"]),
     "added tokens are text": (change("added_tokens", to=["<x>"]), ["holds the token '<x>'"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
