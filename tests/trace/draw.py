@@ -10,12 +10,36 @@ import numpy as np
 from minithink.trace.format import ARRAYS, VERSION, Writer, as_json, pack
 
 HEAD: dict[str, Any] = {
-    "layers": 2, "kv_heads": 2, "scope": "head", "policies": ["first", "second"], "formats": ["plain", "int4"],
-    "thoughts": [0, 1], "thought_names": ["<b>slow</b>", "fast"], "prompt_thought": 0, "buffer": 0, "full_bytes": 64,
+    "layers": 2,
+    "kv_heads": 2,
+    "scope": "head",
+    "policies": ["first", "second"],
+    "formats": ["plain", "int4"],
+    "thoughts": [0, 1],
+    "thought_names": ["<b>slow</b>", "fast"],
+    "prompt_thought": 0,
+    "buffer": 0,
+    "full_bytes": 64,
     "about": {"model": "<script>window.hacked = 1</script>"},
-}  # fmt: skip
-TEXTS = ["Is ", "<script>", "window.hacked = 1", "</script>", "?", "\n", "<img src=x onerror=hacked()>", " & so",
-         ".\n", "\n", "That", "&amp;", " \x1b[31m", "", "ü", "\n"]  # fmt: skip
+}
+TEXTS = [
+    "Is ",
+    "<script>",
+    "window.hacked = 1",
+    "</script>",
+    "?",
+    "\n",
+    "<img src=x onerror=hacked()>",
+    " & so",
+    ".\n",
+    "\n",
+    "That",
+    "&amp;",
+    " \x1b[31m",
+    "",
+    "ü",
+    "\n",
+]
 PROMPT = 5
 
 

@@ -188,7 +188,7 @@ def test_a_damaged_byte_is_noticed(tmp_path_factory: pytest.TempPathFactory, at:
         ({"ids": range(15), "pieces": [1] * 15, "text": [65] * 15}, "15 tokens and 11 steps after a prompt of 5"),
         ({"thinks": [], "thought": [], "bytes": []}, "16 tokens and -1 steps"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_do_not_fit(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     refused(write(tmp_path / "trace", arrays(**changes)), said)
 

@@ -121,7 +121,7 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
         ([trace, "--output", link], 2, r"is the trace itself"),
         ([trace, "--output", text], 1, "there is a file that is no page of a trace; delete it"),
         ([trace, "--output", tmp_path / "folder"], 1, "The page of a trace cannot be written to .*folder"),
-    ]:  # fmt: skip
+    ]:
         assert main(["view", *map(str, argv)]) == code
         assert re.search(said, capsys.readouterr().err)
     assert trace.read_bytes() == before

@@ -94,16 +94,35 @@ def test_long_traces_show_fewer_snapshots(file: File, monkeypatch: pytest.Monkey
     assert got["rank"].reshape(8, N)[:, 2].tolist() == [10, 20, 40, 50, 60, 70, 90, 100]
 
 
-FAMILY = ["Facts (mod 100): ", "zot = ", "3", "; led = zot + 4. Find led", ".\n",
-          "First, led. led = zot + 4", ", zot = ", "3", " is given", ".\n",
-          "Then led = zot + 4 = 3 + 4", " = 7", ".\n", "I find led = 7, so the answer is \\boxed{7}", ".",
-          "\n"]  # fmt: skip
+FAMILY = [
+    "Facts (mod 100): ",
+    "zot = ",
+    "3",
+    "; led = zot + 4. Find led",
+    ".\n",
+    "First, led. led = zot + 4",
+    ", zot = ",
+    "3",
+    " is given",
+    ".\n",
+    "Then led = zot + 4 = 3 + 4",
+    " = 7",
+    ".\n",
+    "I find led = 7, so the answer is \\boxed{7}",
+    ".",
+    "\n",
+]
 
 
 def of_family(path: Path) -> File:
     """A problem with three statements, which begin at tokens 5, 10 and 13. All heads lose token 2 at step 4."""
-    lost = {"evict_step": [4] * 4, "evict_unit": range(4), "evict_pos": [2] * 4, "evict_by": [0] * 4,
-            "evict_score": [0] * 4}  # fmt: skip
+    lost = {
+        "evict_step": [4] * 4,
+        "evict_unit": range(4),
+        "evict_pos": [2] * 4,
+        "evict_by": [0] * 4,
+        "evict_score": [0] * 4,
+    }
     return read(write(path, arrays(FAMILY, **lost)))
 
 
@@ -117,12 +136,15 @@ def test_what_later_statements_need(file: File, tmp_path: Path) -> None:
     parts = ("left led", "op led", "right led")
     assert {p: needs for p, needs in found.items() if needs} == {
         2: [(5, "plan: value zot"), (10, "compute: value zot")],
-        3: [*((5, f"plan: {x}") for x in (*parts, "target led")), *((10, f"compute: {x}") for x in parts),
-            (13, "answer: target led")],
+        3: [
+            *((5, f"plan: {x}") for x in (*parts, "target led")),
+            *((10, f"compute: {x}") for x in parts),
+            (13, "answer: target led"),
+        ],
         5: [*((10, f"compute: {x}") for x in ("goal led", *parts)), (13, "answer: target led")],
         7: [(10, "compute: value zot")],
         11: [(13, "answer: value led")],
-    }  # fmt: skip
+    }
     about, got = page.data(file.traces[0], None)
     assert about["needs"] == []
     assert got["needStart"].tolist() == [0] * (N + 1)
@@ -339,9 +361,13 @@ def holdings(path: Path, thinks: list[int]) -> File:
     """Tokens 5, 6, 7, … are evicted by 4, 3, 1 and 2 heads at the steps 6, 8, 9 and 10; token 0 by all at step 7."""
     lost = [(5, 6, 4), (0, 7, 4), (6, 8, 3), (7, 9, 1), (8, 10, 2)]
     rows = [(pos, step, unit) for pos, step, heads in lost for unit in range(heads)]
-    gone = {"evict_pos": [row[0] for row in rows], "evict_step": [row[1] for row in rows],
-            "evict_unit": [row[2] for row in rows], "evict_by": [0] * len(rows),
-            "evict_score": [np.nan] * len(rows)}  # fmt: skip
+    gone = {
+        "evict_pos": [row[0] for row in rows],
+        "evict_step": [row[1] for row in rows],
+        "evict_unit": [row[2] for row in rows],
+        "evict_by": [0] * len(rows),
+        "evict_score": [np.nan] * len(rows),
+    }
     return read(write(path, arrays(thinks=thinks, **gone)))
 
 
@@ -420,9 +446,11 @@ def test_budgets_over_time(opened: Page, browser: Page, tmp_path: Path) -> None:
     assert opened.js(titles) == ["no budget"] + ["budget 9"] * 3
     x = opened.js("return document.querySelector('#budgets .cursor').getAttribute('x1')")
     assert float(x) == pytest.approx(46 + 350 * 3 / STEPS)
-    opened.js("""const svg = document.getElementById("budgets"), box = svg.getBoundingClientRect();
+    opened.js(
+        """const svg = document.getElementById("budgets"), box = svg.getBoundingClientRect();
         svg.dispatchEvent(new PointerEvent("pointerdown", { clientX: box.left + box.width * arguments[0] / 400 }))""",
-        46 + 350 * 2 / STEPS)  # fmt: skip
+        46 + 350 * 2 / STEPS,
+    )
     opened.settle()
     assert opened.now == "2 of 11 tokens"
 
@@ -446,9 +474,15 @@ def test_keys(opened: Page) -> None:
     from selenium.webdriver.common.keys import Keys
 
     for key, times, now in [
-        (Keys.HOME, 1, 0), (Keys.ARROW_RIGHT, 3, 3), (Keys.ARROW_LEFT, 1, 2), (Keys.ARROW_LEFT, 4, 0),
-        (Keys.END, 1, 11), (Keys.ARROW_RIGHT, 1, 11), (Keys.PAGE_UP, 2, 9), (Keys.PAGE_DOWN, 1, 10),
-    ]:  # fmt: skip
+        (Keys.HOME, 1, 0),
+        (Keys.ARROW_RIGHT, 3, 3),
+        (Keys.ARROW_LEFT, 1, 2),
+        (Keys.ARROW_LEFT, 4, 0),
+        (Keys.END, 1, 11),
+        (Keys.ARROW_RIGHT, 1, 11),
+        (Keys.PAGE_UP, 2, 9),
+        (Keys.PAGE_DOWN, 1, 10),
+    ]:
         opened.press(key, times)
         assert opened.now == f"{now} of 11 tokens", key
     opened.press(".", 3)
@@ -530,10 +564,15 @@ def test_labels_and_roles(opened: Page) -> None:
     tree = opened.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
     named = {(n["role"]["value"], n["name"]["value"]) for n in tree if n.get("role") and n.get("name")}
     for role, name in [
-        ("slider", "Generated tokens"), ("button", "Play"), ("combobox", "Colour"), ("checkbox", "follow"),
-        ("region", "Tokens: comma and full stop go through them"), ("heading", "KV bytes held"),
-        ("rowheader", "layer 1"), ("group", "Time and colours"),
-    ]:  # fmt: skip
+        ("slider", "Generated tokens"),
+        ("button", "Play"),
+        ("combobox", "Colour"),
+        ("checkbox", "follow"),
+        ("region", "Tokens: comma and full stop go through them"),
+        ("heading", "KV bytes held"),
+        ("rowheader", "layer 1"),
+        ("group", "Time and colours"),
+    ]:
         assert (role, name) in named
     assert any(role in ("image", "img") and name.startswith("KV bytes held") for role, name in named)
     assert opened.js("return document.documentElement.lang") == "en"
@@ -615,9 +654,22 @@ def test_many_heads_scroll_in_their_table(browser: Page, tmp_path: Path) -> None
 def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
     """Without thought types tokens are coloured by stage; where all share a table, so do the cells."""
     plain = {"scope": "sequence", "thoughts": [0], "thought_names": []}
-    changed = {"thought": [0] * 12, "evict_unit": [0] * 9, "evict_pos": range(9), "evict_step": range(3, 12),
-               "evict_by": [0] * 9, "evict_score": [np.nan] * 9, "move_unit": [0], "budget_step": [0], "budget": [-1],
-               "score_step": [], "score_by": [], "score_count": [], "score_pos": [], "rank": []}  # fmt: skip
+    changed = {
+        "thought": [0] * 12,
+        "evict_unit": [0] * 9,
+        "evict_pos": range(9),
+        "evict_step": range(3, 12),
+        "evict_by": [0] * 9,
+        "evict_score": [np.nan] * 9,
+        "move_unit": [0],
+        "budget_step": [0],
+        "budget": [-1],
+        "score_step": [],
+        "score_by": [],
+        "score_count": [],
+        "score_pos": [],
+        "rank": [],
+    }
     file = read(write(tmp_path / "trace", arrays(**changed), head=plain, done=False))
     path = tmp_path / "page.html"
     path.write_text(page.render(file, 0), encoding="utf-8")
@@ -647,9 +699,22 @@ def test_what_was_interrupted_says_so(browser: Page, tmp_path: Path) -> None:
 def beside(browser: Page, file: File, tmp_path: Path) -> Iterator[Page]:
     """Two traces with equal prompts: the second ends after 4 tokens, and knows neither scores nor thought types."""
     plain = {"policies": ["<i>other</i>"], "scope": "sequence", "thoughts": [0], "thought_names": []}
-    changed = {"evict_unit": [0], "evict_pos": [1], "evict_step": [2], "evict_by": [0], "evict_score": [np.nan],
-               "thought": [0] * 5, "move_unit": [0], "budget_step": [0], "budget": [6], "score_step": [],
-               "score_by": [], "score_count": [], "score_pos": [], "rank": []}  # fmt: skip
+    changed = {
+        "evict_unit": [0],
+        "evict_pos": [1],
+        "evict_step": [2],
+        "evict_by": [0],
+        "evict_score": [np.nan],
+        "thought": [0] * 5,
+        "move_unit": [0],
+        "budget_step": [0],
+        "budget": [6],
+        "score_step": [],
+        "score_by": [],
+        "score_count": [],
+        "score_pos": [],
+        "rank": [],
+    }
     other = read(write(tmp_path / "trace", arrays(TEXTS[:9], **changed), head=plain, done=False))
     path = tmp_path / "page.html"
     path.write_text(page.render(file, 0, [(other, 0)]), encoding="utf-8")
@@ -686,8 +751,10 @@ def test_several_traces_stand_side_by_side(beside: Page, file: File) -> None:
         (e) => e.getAttribute("aria-labelledby").split(" ").every((id) => e.parentElement.closest("#trace, #trace-1")
           .contains(document.getElementById(id))))"""
     assert beside.js(code), "labels are those of the own column"
-    left = [beside.js("return document.getElementById(arguments[0]).getBoundingClientRect().left", name)
-            for name in ("trace", "trace-1")]  # fmt: skip
+    left = [
+        beside.js("return document.getElementById(arguments[0]).getBoundingClientRect().left", name)
+        for name in ("trace", "trace-1")
+    ]
     assert left[1] > left[0] + 300
 
 

@@ -192,10 +192,13 @@ class Anything(Policy):
 
 
 @given(
-    seed=st.integers(0, 2**20), scope=st.sampled_from(["head", "layer", "sequence"]),
-    storage=st.sampled_from(sorted(STORAGES)), notes=st.booleans(), stacked=st.booleans(),
+    seed=st.integers(0, 2**20),
+    scope=st.sampled_from(["head", "layer", "sequence"]),
+    storage=st.sampled_from(sorted(STORAGES)),
+    notes=st.booleans(),
+    stacked=st.booleans(),
     part=st.sampled_from([1, 7, 256]),
-)  # fmt: skip
+)
 @settings(max_examples=12)
 def test_any_edits_are_recorded(
     tmp_path_factory: pytest.TempPathFactory,

@@ -76,9 +76,13 @@ def test_what_is_left_when_thinking_ends(tmp_path: Path) -> None:
     """Step 8 brings the last thinking token. Evictions at step 8 count, later ones do not; prompt and answer tokens
     do not count."""
     lost = [(5, 6)] * 4 + [(6, 8), (7, 9)] + [(8, 9)] * 4 + [(0, 10)] * 4
-    gone = {"evict_pos": [pos for pos, _ in lost], "evict_step": [step for _, step in lost],
-            "evict_unit": [0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 1, 2, 3], "evict_by": [0] * 14,
-            "evict_score": [0] * 14}  # fmt: skip
+    gone = {
+        "evict_pos": [pos for pos, _ in lost],
+        "evict_step": [step for _, step in lost],
+        "evict_unit": [0, 1, 2, 3, 0, 0, 0, 1, 2, 3, 0, 1, 2, 3],
+        "evict_by": [0] * 14,
+        "evict_score": [0] * 14,
+    }
     said = shown(read(write(tmp_path / "trace", arrays(**gone))))
     assert "6 of 8 thinking tokens are kept by all heads when thinking ends (step 8), 1 by no head\n" in said
     said = shown(read(write(tmp_path / "trace", arrays(**gone, thinks=[1] * 12))))
@@ -89,15 +93,28 @@ def test_what_is_left_when_thinking_ends(tmp_path: Path) -> None:
 
 def test_brackets_close(tmp_path: Path) -> None:
     """Also where the last token is gone."""
-    gone = {"evict_unit": [0, 1, 2, 3] * 2, "evict_pos": [14] * 4 + [15] * 4, "evict_step": [11] * 8,
-            "evict_by": [0] * 8, "evict_score": [0] * 8}  # fmt: skip
+    gone = {
+        "evict_unit": [0, 1, 2, 3] * 2,
+        "evict_pos": [14] * 4 + [15] * 4,
+        "evict_step": [11] * 8,
+        "evict_by": [0] * 8,
+        "evict_score": [0] * 8,
+    }
     trace = read(write(tmp_path / "trace", arrays(**gone))).traces[0]
     assert text(trace, coloured=False).plain.endswith("[ü\n]")
 
 
 def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
-    one = {"evict_unit": [], "evict_pos": [], "evict_step": [], "evict_by": [], "evict_score": [], "move_unit": [0],
-           "budget_step": [], "budget": []}  # fmt: skip
+    one = {
+        "evict_unit": [],
+        "evict_pos": [],
+        "evict_step": [],
+        "evict_by": [],
+        "evict_score": [],
+        "move_unit": [0],
+        "budget_step": [],
+        "budget": [],
+    }
     said = shown(read(write(tmp_path / "trace", arrays(**one), head={"scope": "sequence"}, done=False)))
     assert "11 generated and read; the run was interrupted, or its file is cut off\n" in said
     assert "all heads" in said
@@ -108,8 +125,16 @@ def test_shared_tables_and_cut_files(tmp_path: Path) -> None:
     assert said.endswith("\nA\n")
 
 
-WIDE = {"evict_unit": [], "evict_pos": [], "evict_step": [], "evict_by": [], "evict_score": [], "move_unit": [0],
-        "budget_step": [], "budget": []}  # fmt: skip
+WIDE = {
+    "evict_unit": [],
+    "evict_pos": [],
+    "evict_step": [],
+    "evict_by": [],
+    "evict_score": [],
+    "move_unit": [0],
+    "budget_step": [],
+    "budget": [],
+}
 
 
 @pytest.mark.parametrize(("layers", "kv_heads"), [(65535, 1), (1, 65535), (255, 257)])
