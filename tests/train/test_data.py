@@ -18,9 +18,12 @@ from minithink.train import data as train_data
 from minithink.train.data import IGNORE, PADDING, Document, Documents, Recipe, Schedule, packed, random_eviction
 
 RECIPE = Recipe(
-    batch_tokens=3_072, row_tokens=512, long_share=0.0,
-    share={"facts": 0.5, "ledger": 0.5}, sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]},
-)  # fmt: skip
+    batch_tokens=3_072,
+    row_tokens=512,
+    long_share=0.0,
+    share={"facts": 0.5, "ledger": 0.5},
+    sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]},
+)
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,15 @@ from minithink.train.data import IGNORE, PADDING, Documents, Recipe, Schedule
 from tests.compare import assert_close
 
 RECIPE = Recipe(
-    tokens=92_160, batch_tokens=3_072, row_tokens=512, warmup_steps=4, lr=4e-3,
-    share={"facts": 0.5, "ledger": 0.5}, sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]}, long_share=0.0,
-)  # fmt: skip
+    tokens=92_160,
+    batch_tokens=3_072,
+    row_tokens=512,
+    warmup_steps=4,
+    lr=4e-3,
+    share={"facts": 0.5, "ledger": 0.5},
+    sizes={"facts": [1, 2, 2], "ledger": [1, 2, 2]},
+    long_share=0.0,
+)
 
 
 @pytest.fixture(scope="module")
@@ -326,43 +332,63 @@ def test_the_command_line_sets_shares_and_sizes_by_family(tmp_path, config, monk
     assert (shape.num_layers, shape.hidden_size, shape.max_position) == (2, 64, 5000)
     assert (folder, options["init"], options["seconds"]) == (tmp_path / "start", tmp_path / "start", 60.0)
     for wrong in (
-        ["--share", "riddles=1"], ["--share", "facts=0"], ["--sizes", "facts=9-3-12"],
+        ["--share", "riddles=1"],
+        ["--share", "facts=0"],
+        ["--sizes", "facts=9-3-12"],
         ["--init", str(tmp_path / "start"), "--layers", "3"],
-    ):  # fmt: skip
+    ):
         assert train.main([*base, *wrong]) == 2
     assert not seen
 
 
 SHARES = ("evict-share", "evict-rate", "evict-after", "short-first", "long-share", "final-lr")
 RANGES = [
-    ("--tokens", "0", "of at least 1"), ("--batch-tokens", "0", "of at least 1"),
-    ("--row-tokens", "0", "of at least 1"), ("--row-tokens", "-512", "of at least 1"),
-    ("--evict-span", "0", "from 1 to 1048576"), ("--evict-span", "1048577", "from 1 to 1048576"),
+    ("--tokens", "0", "of at least 1"),
+    ("--batch-tokens", "0", "of at least 1"),
+    ("--row-tokens", "0", "of at least 1"),
+    ("--row-tokens", "-512", "of at least 1"),
+    ("--evict-span", "0", "from 1 to 1048576"),
+    ("--evict-span", "1048577", "from 1 to 1048576"),
     ("--evict-spared", "-5", "of at least 0"),
-    ("--warmup-steps", "-1", "of at least 0"), ("--weight-decay", "-0.1", "of at least 0"),
-    ("--lr", "0.0", "above 0"), ("--lr", "-0.001", "above 0"), ("--clip", "0.0", "above 0"),
+    ("--warmup-steps", "-1", "of at least 0"),
+    ("--weight-decay", "-0.1", "of at least 0"),
+    ("--lr", "0.0", "above 0"),
+    ("--lr", "-0.001", "above 0"),
+    ("--clip", "0.0", "above 0"),
     ("--seed", str(2**63), f"from {-(2**63)} to {2**63 - 1}"),
     *((f"--{name}", value, "from 0 to 1") for name in SHARES for value in ("-0.1", "1.5")),
-]  # fmt: skip
+]
 NO_NUMBERS = ("nan", "inf", "1_0", "1_0.5", "\u0663", "x", "")  # Python reads all of these but the last two
 THREE = r"give three whole numbers from 1 to \d+, none below the one before it, as in \w+=3-40-64\."
 FORM = r"is not of the form family=number,family=number; --help lists the options\."
 SIZES_FORM = r"is not of the form family=3-40-64,family=3-40-64; --help lists the options\."
 OTHERS = [
-    *((["--seconds", value], rf"'{value}' is no number of seconds above 0;")
-      for value in ("0", "-5", "nan", "inf", "x")),
+    *(
+        (["--seconds", value], rf"'{value}' is no number of seconds above 0;")
+        for value in ("0", "-5", "nan", "inf", "x")
+    ),
     (["--workers", "-1"], "'-1' is no whole number of at least 0;"),
-    *(([option, value], rf"'{value}' is no whole number of at least 1;")
-      for option in ("--layers", "--width", "--head-dim", "--context") for value in ("0", "-1")),
+    *(
+        ([option, value], rf"'{value}' is no whole number of at least 1;")
+        for option in ("--layers", "--width", "--head-dim", "--context")
+        for value in ("0", "-1")
+    ),
     (["--width", "32"], "--width is 32: give at least 64, because a KV head takes 64"),
-    *((["--share", f"facts={value}"], rf"is facts={value}: give finite numbers of at least 0, and one above 0\.")
-      for value in ("-1.0", "0.0")),
+    *(
+        (["--share", f"facts={value}"], rf"is facts={value}: give finite numbers of at least 0, and one above 0\.")
+        for value in ("-1.0", "0.0")
+    ),
     *((["--share", f"facts=1,ledger={value}"], f"'facts=1,ledger={value}' {FORM}") for value in NO_NUMBERS),
-    *(([f"--{name}", value], rf"argument --{name}: '{value}' is no finite number;")
-      for name in ("lr", "clip", "weight-decay", *SHARES) for value in NO_NUMBERS),
-    *(([f"--{name}", value], rf"argument --{name}: '{value}' is no whole number;")
-      for name in ("tokens", "batch-tokens", "row-tokens", "warmup-steps", "evict-span", "evict-spared", "seed")
-      for value in (*NO_NUMBERS, "0.5")),
+    *(
+        ([f"--{name}", value], rf"argument --{name}: '{value}' is no finite number;")
+        for name in ("lr", "clip", "weight-decay", *SHARES)
+        for value in NO_NUMBERS
+    ),
+    *(
+        ([f"--{name}", value], rf"argument --{name}: '{value}' is no whole number;")
+        for name in ("tokens", "batch-tokens", "row-tokens", "warmup-steps", "evict-span", "evict-spared", "seed")
+        for value in (*NO_NUMBERS, "0.5")
+    ),
     (["--seed", str(2**64)], f"'{2**64}' is too large"),
     (["--sizes", "facts=1-2-1_0"], f"'facts=1-2-1_0' {SIZES_FORM}"),
     (["--seconds", "1_0"], "'1_0' is no number of seconds above 0;"),
@@ -373,9 +399,12 @@ OTHERS = [
     (["--share", "facts=1,search=1,facts=2"], "'facts=1,search=1,facts=2' names a family twice;"),
     (["--sizes", "facts=x"], f"'facts=x' {SIZES_FORM}"),
     (["--sizes", "facts=1-2-3=4"], f"'facts=1-2-3=4' {SIZES_FORM}"),
-    *((["--sizes", f"{name}={value}"], f"--sizes of {name} are {value}: {THREE}")
-      for name in ("facts", "ledger", "search") for value in ("0-0-0", "900-900-900", "3-40", "9-3-12")),
-]  # fmt: skip
+    *(
+        (["--sizes", f"{name}={value}"], f"--sizes of {name} are {value}: {THREE}")
+        for name in ("facts", "ledger", "search")
+        for value in ("0-0-0", "900-900-900", "3-40", "9-3-12")
+    ),
+]
 
 
 @pytest.mark.parametrize(

@@ -112,10 +112,31 @@ def test_what_cannot_be_widened_is_refused():
 
 
 SMALL = [
-    "--device", "cpu", "--workers", "0", "--context", "8192", "--row-tokens", "1024", "--batch-tokens", "2048",
-    "--share", "facts=0.25,ledger=0.25,search=0.5", "--sizes", "facts=3-4-6,ledger=2-3-4,search=2-2-3",
-    "--evict-share", "0.75", "--evict-rate", "0.8", "--evict-after", "0.2", "--warmup-steps", "1", "--lr", "1.5e-3",
-]  # fmt: skip
+    "--device",
+    "cpu",
+    "--workers",
+    "0",
+    "--context",
+    "8192",
+    "--row-tokens",
+    "1024",
+    "--batch-tokens",
+    "2048",
+    "--share",
+    "facts=0.25,ledger=0.25,search=0.5",
+    "--sizes",
+    "facts=3-4-6,ledger=2-3-4,search=2-2-3",
+    "--evict-share",
+    "0.75",
+    "--evict-rate",
+    "0.8",
+    "--evict-after",
+    "0.2",
+    "--warmup-steps",
+    "1",
+    "--lr",
+    "1.5e-3",
+]
 
 
 def test_training_continues_with_wider_heads(tmp_path, capsys, monkeypatch):
