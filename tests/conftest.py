@@ -24,9 +24,11 @@ from tests.forks import forks  # noqa: F401  (fixture)
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 _fine = [
-    HealthCheck.too_slow, HealthCheck.data_too_large,
-    HealthCheck.differing_executors, HealthCheck.function_scoped_fixture,
-]  # fmt: skip
+    HealthCheck.too_slow,
+    HealthCheck.data_too_large,
+    HealthCheck.differing_executors,
+    HealthCheck.function_scoped_fixture,
+]
 settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, suppress_health_check=_fine)
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=_fine)
 settings.register_profile("sanitize", max_examples=2, derandomize=True, deadline=None, suppress_health_check=_fine)

@@ -44,9 +44,13 @@ def write_tokenizer(folder: Path, special: list[str] = SPECIAL, template: str | 
 
 
 def write_checkpoint(
-    folder: Path, *, seed: int = 0, generation: dict[str, Any] | None = None, shape: dict[str, Any] | None = None,
+    folder: Path,
+    *,
+    seed: int = 0,
+    generation: dict[str, Any] | None = None,
+    shape: dict[str, Any] | None = None,
     **tokenizer_options: Any,
-) -> Path:  # fmt: skip
+) -> Path:
     """Random Qwen3 weights beside such a tokenizer; `generation` goes to generation_config.json, `shape` to the
     config."""
     vocab_size = write_tokenizer(folder, **tokenizer_options)

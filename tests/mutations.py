@@ -8,9 +8,33 @@ from typing import Any
 
 # Python's json reads NaN, and writes it: a file may hold it.
 HOSTILE: list[Any] = [
-    None, True, -1, 0, 1, 1.5, 0.5, 2**63, 10**400, 1e308, -1e308, float("nan"), float("inf"), "", "full",
-    "\x1b[31m\u202e", "\ud800", "\ufffe", "x" * 10_000, [], {}, [1], ["a", 1], [10**400], [float("nan")], {"a": {}},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    1,
+    1.5,
+    0.5,
+    2**63,
+    10**400,
+    1e308,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    "",
+    "full",
+    "\x1b[31m\u202e",
+    "\ud800",
+    "\ufffe",
+    "x" * 10_000,
+    [],
+    {},
+    [1],
+    ["a", 1],
+    [10**400],
+    [float("nan")],
+    {"a": {}},
+]
 DEPTH = 700  # of lists: Python's json still reads and writes them
 
 

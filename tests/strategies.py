@@ -89,10 +89,19 @@ def example_config(architecture: str = "Qwen3ForCausalLM", rope: str = "default"
         "yarn": RopeScaling("yarn", 4.0, 64),
     }[rope]
     plain = ModelConfig(
-        architecture=architecture, vocab_size=61, hidden_size=24, intermediate_size=40, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=10, max_position=512, rope=scaling,
-        qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3",
-    )  # fmt: skip
+        architecture=architecture,
+        vocab_size=61,
+        hidden_size=24,
+        intermediate_size=40,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=10,
+        max_position=512,
+        rope=scaling,
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+    )
     return replace(plain, **changes)
 
 

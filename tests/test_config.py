@@ -19,33 +19,91 @@ from tests.compare import assert_close, rope_tolerance
 from tests.strategies import configs
 
 R1_LLAMA_8B = {
-    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
-    "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0,
-    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
-    "use_cache": True, "vocab_size": 128256,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
 R1_QWEN_7B = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
-    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
-    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 10000,
-    "sliding_window": 4096, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "transformers_version": "4.44.0", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
     "vocab_size": 152064,
-}  # fmt: skip
+}
 QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
-    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
-    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
-    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
     "vocab_size": 151936,
-}  # fmt: skip
+}
 REAL = {"R1-Llama-8B": R1_LLAMA_8B, "R1-Qwen-7B": R1_QWEN_7B, "Qwen3-8B": QWEN3_8B}
 
 
@@ -117,13 +175,27 @@ def rope_fields(draw: st.DrawFn) -> dict[str, Any]:
     if kind == "llama3":
         table |= {"low_freq_factor": 1.0, "high_freq_factor": draw(st.sampled_from([1.5, 4]))}
     if kind == "yarn":
-        table |= some({"attention_factor": [None, 0.7], "beta_fast": [None, 0, 4, 32.0], "beta_slow": [None, 0, 0.5],
-                       "mscale": [None, 0, 0.707], "mscale_all_dim": [None, 0.0, 1.0],
-                       "truncate": [None, True, False]})  # fmt: skip
+        table |= some(
+            {
+                "attention_factor": [None, 0.7],
+                "beta_fast": [None, 0, 4, 32.0],
+                "beta_slow": [None, 0, 0.5],
+                "mscale": [None, 0, 0.707],
+                "mscale_all_dim": [None, 0.0, 1.0],
+                "truncate": [None, True, False],
+            }
+        )
     table |= some({"original_max_position_embeddings": [8, 16, 31.0]})
-    table |= some({"attn_factor": [0.8782488562869419], "mrope_section": [[2, 3, 3]], "finetuned": [True],
-                   "type": ["mrope"] if "rope_type" in table else [kind], "attention_factor": [None],
-                   "rope_theta": [50.0, 10000]})  # fmt: skip
+    table |= some(
+        {
+            "attn_factor": [0.8782488562869419],
+            "mrope_section": [[2, 3, 3]],
+            "finetuned": [True],
+            "type": ["mrope"] if "rope_type" in table else [kind],
+            "attention_factor": [None],
+            "rope_theta": [50.0, 10000],
+        }
+    )
     fields: dict[str, Any] = {draw(st.sampled_from(["rope_scaling", "rope_parameters"])): table}
     fields |= some({"rope_theta": [1e6, 500], "original_max_position_embeddings": [12]})
     if "rope_scaling" in fields and ("rope_theta" in fields or "rope_theta" in table) and draw(st.booleans()):
@@ -133,25 +205,74 @@ def rope_fields(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(fields=rope_fields(), base=st.sampled_from(["llama", "qwen2", "qwen3"]))
-@example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
-                                  "attn_factor": 0.8782488562869419}}, base="qwen3")  # fmt: skip
-@example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 31,
-                                  "beta_fast": 2.0, "truncate": None}, "rope_theta": 50.0}, base="llama")  # fmt: skip
-@example(fields={"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 31,
-                                  "beta_fast": 1.5}, "original_max_position_embeddings": 12, "rope_theta": 50.0},
-         base="llama")  # fmt: skip
-@example(fields={"rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 31},
-                 "original_max_position_embeddings": 12}, base="llama")  # fmt: skip
+@example(
+    fields={
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "attn_factor": 0.8782488562869419,
+        }
+    },
+    base="qwen3",
+)
+@example(
+    fields={
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 31,
+            "beta_fast": 2.0,
+            "truncate": None,
+        },
+        "rope_theta": 50.0,
+    },
+    base="llama",
+)
+@example(
+    fields={
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 31,
+            "beta_fast": 1.5,
+        },
+        "original_max_position_embeddings": 12,
+        "rope_theta": 50.0,
+    },
+    base="llama",
+)
+@example(
+    fields={
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 31,
+        },
+        "original_max_position_embeddings": 12,
+    },
+    base="llama",
+)
 def test_rope_is_read_as_transformers_computes_it(fields: dict[str, Any], base: str) -> None:
     """Whatever the fields are, frequencies and the factor on cos and sin are those of transformers."""
     import transformers
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     transformers.utils.logging.set_verbosity_error()
-    raw = {"model_type": base, "architectures": [f"{base.capitalize()}ForCausalLM"], "vocab_size": 9,
-           "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64} | fields  # fmt: skip
+    raw = {
+        "model_type": base,
+        "architectures": [f"{base.capitalize()}ForCausalLM"],
+        "vocab_size": 9,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    } | fields
     rotary = LlamaRotaryEmbedding(transformers.AutoConfig.for_model(**copy.deepcopy(raw)))
     config = ModelConfig.from_dict(raw)
     frequencies, scale = rope_frequencies(config)
@@ -161,8 +282,12 @@ def test_rope_is_read_as_transformers_computes_it(fields: dict[str, Any], base: 
 
 def test_rope_fields_without_effect_are_named() -> None:
     """DeepSeek-R1-0528-Qwen3-8B's table: what transformers leaves out is said, and nothing else."""
-    table = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768,
-             "attn_factor": 0.8782488562869419}  # fmt: skip
+    table = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "attn_factor": 0.8782488562869419,
+    }
     config = ModelConfig.from_dict(QWEN3_8B | {"rope_scaling": table, "max_position_embeddings": 131072}, "there")
     without = {name: value for name, value in table.items() if name != "attn_factor"}
     assert config == ModelConfig.from_dict(QWEN3_8B | {"rope_scaling": without, "max_position_embeddings": 131072})
@@ -211,8 +336,14 @@ def test_old_and_new_rope_shapes_are_equal(kind: str) -> None:
 def test_defaults_of_absent_fields_are_those_of_transformers() -> None:
     import transformers
 
-    required = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 7, "num_hidden_layers": 1,
-                "num_attention_heads": 4, "max_position_embeddings": 99}  # fmt: skip
+    required = {
+        "vocab_size": 50,
+        "hidden_size": 64,
+        "intermediate_size": 7,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 99,
+    }
     for architecture in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
         config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
         raw = required if architecture == "LlamaForCausalLM" else required | {"num_key_value_heads": 2}
@@ -229,9 +360,16 @@ def test_defaults_of_absent_fields_are_those_of_transformers() -> None:
 # Where transformers' default is that of one particular 7B model, an absent field is an error instead.
 @pytest.mark.parametrize(
     "name",
-    ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-     "num_key_value_heads", "max_position_embeddings"],
-)  # fmt: skip
+    [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+    ],
+)
 def test_required_fields(name: str) -> None:
     with pytest.raises(MinithinkError, match=f"{name} is missing"):
         ModelConfig.from_dict({k: v for k, v in QWEN3_8B.items() if k != name})
@@ -317,7 +455,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
     (LLAMA, {"bos_token_id": [1.5]}, "bos_token_id"),
     (LLAMA, {"eos_token_id": [2, None]}, "eos_token_id"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("base", "change", "message"), REFUSED, ids=[f"{c}"[:60] for _, c, _ in REFUSED])
@@ -351,8 +489,9 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("base", "change"), ACCEPTED)
 def test_what_changes_no_logit_is_accepted(base: dict[str, Any], change: dict[str, Any]) -> None:
     config, plain = ModelConfig.from_dict(base | change), ModelConfig.from_dict(base)
-    assert (config.rope.kind == "yarn") or replace(config, bos_token_id=plain.bos_token_id,
-                                                   eos_token_ids=plain.eos_token_ids) == plain  # fmt: skip
+    assert (config.rope.kind == "yarn") or replace(
+        config, bos_token_id=plain.bos_token_id, eos_token_ids=plain.eos_token_ids
+    ) == plain
 
 
 def test_a_sliding_window_of_transformers_default_is_refused() -> None:
@@ -382,8 +521,19 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=4,
 )
-rope_names = st.sampled_from(["rope_type", "type", "rope_theta", "factor", "beta_fast", "mscale", "truncate",
-                              "low_freq_factor", "original_max_position_embeddings"])  # fmt: skip
+rope_names = st.sampled_from(
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "beta_fast",
+        "mscale",
+        "truncate",
+        "low_freq_factor",
+        "original_max_position_embeddings",
+    ]
+)
 
 
 @given(

@@ -70,9 +70,11 @@ def model(checkpoint: Path) -> tuple[str, ...]:
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """Two test problems of each family, small enough for the context."""
-    made = [Problem(str(i), family, f"Who {does} {i}?", f"{i},7", 5)
-            for family, does in (("facts", "sits"), ("ledger", "owes"), ("search", "seeks"))
-            for i in range(2)]  # fmt: skip
+    made = [
+        Problem(str(i), family, f"Who {does} {i}?", f"{i},7", 5)
+        for family, does in (("facts", "sits"), ("ledger", "owes"), ("search", "seeks"))
+        for i in range(2)
+    ]
     found = {("test", "facts"): made[:2], ("test", "ledger"): made[2:4], ("test", "search"): made[4:]}
     monkeypatch.setattr("minithink.tasks.load_problems", lambda split, family: found[split, family])
     return made
@@ -170,12 +172,23 @@ def test_the_summary_adds_up() -> None:
     kinds = ({"payload": 2 * 2**20, "scales": 0, "tables": 2**20}, {"payload": 2**20, "state": 2**20})
     first, second = (
         Result(
-            text="", thinking="", answer="", token_ids=[], finish_reason=reason, prompt_tokens=600,
-            generated_tokens=500, thinking_tokens=400, kv_bytes=sum(kv.values()), kv_tokens=9,
-            kv_full_bytes=10 * 2**20, kv_ledger=kv, prefill_seconds=1.0, decode_seconds=1.0,
+            text="",
+            thinking="",
+            answer="",
+            token_ids=[],
+            finish_reason=reason,
+            prompt_tokens=600,
+            generated_tokens=500,
+            thinking_tokens=400,
+            kv_bytes=sum(kv.values()),
+            kv_tokens=9,
+            kv_full_bytes=10 * 2**20,
+            kv_ledger=kv,
+            prefill_seconds=1.0,
+            decode_seconds=1.0,
         )
         for reason, kv in zip(("stop", "length"), kinds, strict=True)
-    )  # fmt: skip
+    )
     assert cli.summary([first, second], 2.0) == (
         "1,200 prompt tokens, 1,000 generated (800 thinking) in 2.0 s: 500 tokens/s; KV cache 5,242,880 bytes "
         "(5.0 MiB) held at the end, in all, 25.0% of a full cache's 20.0 MiB (payload 3.00, tables 1.00, state "
@@ -421,9 +434,16 @@ def test_thoughts_have_colours_and_are_counted(
 )
 @pytest.mark.parametrize("samples", [1, 2])
 def test_a_verdict_on_what_was_cut_off(
-    capsys: Capture, monkeypatch: Any, tmp_path: Path, model: Any, engine: Engine,
-    text: str, steps: int, end: str, samples: int,
-) -> None:  # fmt: skip
+    capsys: Capture,
+    monkeypatch: Any,
+    tmp_path: Path,
+    model: Any,
+    engine: Engine,
+    text: str,
+    steps: int,
+    end: str,
+    samples: int,
+) -> None:
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "a", "answer": "1,7"}))
     flags = ("--prompt-file", tmp_path / "p.jsonl", "--num-samples", samples, "--max-new-tokens", steps)
     shown = engine.tokenizer.decode(engine.tokenizer.encode(text)[:steps])
@@ -602,9 +622,14 @@ def start(*argv: object, text: bool = True, **options: Any) -> subprocess.Popen[
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "always::RuntimeWarning"}
     # Shells start what runs in their background with Ctrl-C ignored, and children inherit that: not this one.
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=text, env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **options,
-    )  # fmt: skip
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=text,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options,
+    )
 
 
 @pytest.fixture(scope="module")

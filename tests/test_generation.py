@@ -33,8 +33,10 @@ def read(raw: dict[str, Any]) -> GenerationConfig:
     [
         ({}, {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_new_tokens": None}),
         (SAMPLE, {"temperature": 1.0}),
-        (SAMPLE | {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
-         {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}),
+        (
+            SAMPLE | {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1},
+        ),
         ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
         # what other engines accept
         (SAMPLE | {"temperature": 1e-6}, {"temperature": 0.0}),
@@ -57,7 +59,7 @@ def read(raw: dict[str, Any]) -> GenerationConfig:
         ({"max_length": 20, "max_new_tokens": 9}, {"max_new_tokens": 9}),
         ({"_from_model_config": True, "transformers_version": "4.51.0", "use_cache": True}, {}),
     ],
-)  # fmt: skip
+)
 def test_fields_are_read(raw: dict[str, Any], want: dict[str, Any]) -> None:
     config = read(raw)
     assert {name: getattr(config, name) for name in want} == want
@@ -137,8 +139,11 @@ def test_what_is_left_out_is_named(raw: dict[str, Any], ignored: str) -> None:
     assert config.caution == (f"generation_config.json asks for {ignored}, which is not supported and is left out")
     assert config.stop_ids == {7}
     assert (config.temperature, config.top_k, config.top_p, config.min_p) == (
-        1.0 if raw.get("do_sample") is True else 0.0, 0, 1.0, 0.0
-    )  # fmt: skip
+        1.0 if raw.get("do_sample") is True else 0.0,
+        0,
+        1.0,
+        0.0,
+    )
 
 
 def test_of_many_fields_the_first_are_named() -> None:

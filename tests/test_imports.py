@@ -365,10 +365,18 @@ def test_unequal_twins_are_found(other):
 
 @pytest.mark.parametrize(
     "code",
-    ["thinkv = 1", "if self.snapkv: ...", "if policy == 'window': ...", "from minithink.policies import h2o",
-     "import minithink.policies.kivi", "class SnapKVCache: ...", "f(crystal_kv=1)", "def f(rkv_budget): ...",
-     "CrystalKV()"],
-)  # fmt: skip
+    [
+        "thinkv = 1",
+        "if self.snapkv: ...",
+        "if policy == 'window': ...",
+        "from minithink.policies import h2o",
+        "import minithink.policies.kivi",
+        "class SnapKVCache: ...",
+        "f(crystal_kv=1)",
+        "def f(rkv_budget): ...",
+        "CrystalKV()",
+    ],
+)
 def test_named_policies_are_found(code):
     assert policies_named(code, METHODS)
     assert not policies_named(f'"""As the paper of H2O, and thinkv."""\n{code}', {"dynts"})

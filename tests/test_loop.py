@@ -62,10 +62,14 @@ POLICIES = (
 # A key that differs from the reference's in its last bit may round to the next code, which is no small difference: no
 # law says that the reference draws the same tokens. The same kernels one by one do.
 ROUNDING = (
-    "quant:fmt=fp8", "quant:fmt=int4,by=token", "kivi:bits=4", "kivi:bits=4,flush=official",
+    "quant:fmt=fp8",
+    "quant:fmt=int4,by=token",
+    "kivi:bits=4",
+    "kivi:bits=4,flush=official",
     "rkv:budget=96,buffer=16+quant:fmt=fp8",
-    "thinkv:budget=160,tau=32,retention=16/8/4", "tbq:tau=32",
-)  # fmt: skip
+    "thinkv:budget=160,tau=32,retention=16/8/4",
+    "tbq:tau=32",
+)
 # ThinKV with small segments, whose types differ
 SEGMENTS = "tau=8,retention=4/2,block=2,layers=0/1,thresholds=0.44/0.54"
 # In the first layer equal tokens have equal values, whatever their positions. VaSE keeps the largest, and which of
@@ -267,9 +271,16 @@ def on_gpu(backend: Backend) -> Decoder:
 
 def cache_for(decoder: Decoder, policy: Any, rows: int, tokens: int, **options: Any) -> KVManager:
     return KVManager(
-        decoder.config, Rope(decoder.config, "cuda"), policy, rows=rows, tokens=tokens, device="cuda",
-        backend=decoder.backend, columns="fit", **options,
-    )  # fmt: skip
+        decoder.config,
+        Rope(decoder.config, "cuda"),
+        policy,
+        rows=rows,
+        tokens=tokens,
+        device="cuda",
+        backend=decoder.backend,
+        columns="fit",
+        **options,
+    )
 
 
 @torch.inference_mode()
@@ -287,10 +298,15 @@ def step(decoder: Decoder, manager: KVManager, chunks: dict[int, list[int]]) -> 
 @pytest.mark.parametrize(
     "policy",
     [
-        "full", "window:budget=20", "rkv:budget=24,buffer=8,alpha=4", "quant:fmt=nvfp4", "quant:fmt=int4,by=token",
-        "quant:fmt=fp8", "window:budget=20+quant:fmt=nvfp4,buffer=4",
+        "full",
+        "window:budget=20",
+        "rkv:budget=24,buffer=8,alpha=4",
+        "quant:fmt=nvfp4",
+        "quant:fmt=int4,by=token",
+        "quant:fmt=fp8",
+        "window:budget=20+quant:fmt=nvfp4,buffer=4",
     ],
-)  # fmt: skip
+)
 def test_some_of_the_sequences_in_any_order(policy: str) -> None:
     """Those that pause stay as they are, and so do the tokens in their buffers; rows are used again."""
     twin, ours = on_gpu(REFERENCE), on_gpu(triton_backend())
@@ -497,20 +513,35 @@ class SeesAll(KVManager):
 
 @pytest.mark.parametrize(
     "policy",
-    ["window:budget=12,schedule=interval:5", "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
-     "rkv:budget=9,buffer=4+quant:fmt=fp8",
-     "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5", "quant:fmt=nvfp4", "crystal_kv_lite:budget=18",
-     "ada_snapkv:budget=12,buffer=4,alpha=3", "pyramidkv:budget=12,buffer=4,alpha=3,beta=4",
-     "crystal_kv:budget=18,realloc_every=4,min_budget=2", "dynts:budget=20,local=5", "dynts:budget=18,select=random",
-     "skipkv:budget=26,schedule=interval:5", "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
-     "skipkv:budget=26,schedule=interval:5,at=boundary,tau=0.5",
-     "h2o:budget=14", "tova:budget=14", "scissorhands:budget=14,recent=3,history=5,buffer=4",
-     "raas:budget=18", "raas:budget=16,page=3", "raas:budget=16,page=3,form=official",
-     "lazy_eviction:budget=14,window=4,alpha=0.05",
-     "morphkv:budget=14,schedule=interval:3",
-     "quant:fmt=nvfp4,by=token,buffer=16", "kivi:bits=4,group=16,residual=16",
-     f"thinkv:budget=34,g=4,{SEGMENTS}", f"tbe:budget=24,{SEGMENTS}"],
-)  # fmt: skip
+    [
+        "window:budget=12,schedule=interval:5",
+        "rkv:budget=16,buffer=6,alpha=4,exempt_answer=true",
+        "rkv:budget=9,buffer=4+quant:fmt=fp8",
+        "rkv:budget=9,buffer=4+quant:fmt=nvfp4,buffer=5",
+        "quant:fmt=nvfp4",
+        "crystal_kv_lite:budget=18",
+        "ada_snapkv:budget=12,buffer=4,alpha=3",
+        "pyramidkv:budget=12,buffer=4,alpha=3,beta=4",
+        "crystal_kv:budget=18,realloc_every=4,min_budget=2",
+        "dynts:budget=20,local=5",
+        "dynts:budget=18,select=random",
+        "skipkv:budget=26,schedule=interval:5",
+        "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
+        "skipkv:budget=26,schedule=interval:5,at=boundary,tau=0.5",
+        "h2o:budget=14",
+        "tova:budget=14",
+        "scissorhands:budget=14,recent=3,history=5,buffer=4",
+        "raas:budget=18",
+        "raas:budget=16,page=3",
+        "raas:budget=16,page=3,form=official",
+        "lazy_eviction:budget=14,window=4,alpha=0.05",
+        "morphkv:budget=14,schedule=interval:3",
+        "quant:fmt=nvfp4,by=token,buffer=16",
+        "kivi:bits=4,group=16,residual=16",
+        f"thinkv:budget=34,g=4,{SEGMENTS}",
+        f"tbe:budget=24,{SEGMENTS}",
+    ],
+)
 @pytest.mark.usefixtures("by_launches")
 def test_what_graphs_are_given(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step its sequences, each decision the rows that are due, each flush those whose buffers are full, all
@@ -614,14 +645,21 @@ class Careful(Launched):
 @pytest.mark.parametrize(
     "policy",
     [
-        "full", "window:budget=12,schedule=interval:5", "quant:fmt=nvfp4,by=token,buffer=16",
-        "rkv:budget=15,buffer=4,alpha=3+quant:fmt=fp8", "crystal_kv_lite:budget=18",
-        "crystal_kv:budget=18,realloc_every=4,min_budget=2", "dynts:budget=20,local=5",
-        "skipkv:budget=26,schedule=interval:5", "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
-        "h2o:budget=14", "raas:budget=18", "lazy_eviction:budget=14,window=4,alpha=0.05",
+        "full",
+        "window:budget=12,schedule=interval:5",
+        "quant:fmt=nvfp4,by=token,buffer=16",
+        "rkv:budget=15,buffer=4,alpha=3+quant:fmt=fp8",
+        "crystal_kv_lite:budget=18",
+        "crystal_kv:budget=18,realloc_every=4,min_budget=2",
+        "dynts:budget=20,local=5",
+        "skipkv:budget=26,schedule=interval:5",
+        "seal:at=every+rkv:budget=16,buffer=6,alpha=4",
+        "h2o:budget=14",
+        "raas:budget=18",
+        "lazy_eviction:budget=14,window=4,alpha=0.05",
         f"thinkv:budget=34,g=4,{SEGMENTS}",
     ],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("by_launches")
 def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They join, pause and leave, and rows are used again: each draws what it draws by steps that are not captured.
@@ -959,6 +997,8 @@ def test_a_graph_for_steps_that_observe_and_one_for_the_others() -> None:
         loop.step(list(fed), list(fed.values()))
         for key, mass in want.observations.mass.items():
             assert_close(f"mass {key}, step {i}", got.observations.mass[key], mass, atol=1e-6)
-    runs = {observed: sum(len(g.seen) for k, g in loop.steps.items() if k.observed == observed)  # type: ignore[attr-defined]
-            for observed in [(), Glancing.demands]}  # fmt: skip
+    runs = {
+        observed: sum(len(g.seen) for k, g in loop.steps.items() if k.observed == observed)  # type: ignore[attr-defined]
+        for observed in [(), Glancing.demands]
+    }
     assert runs == {(): 7, Glancing.demands: 5}

@@ -24,8 +24,11 @@ from tests.strategies import configs, example_config, random_decoder
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
-ALL = [(a, r) for a in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-       for r in ("default", "linear", "llama3", "yarn", "dynamic")]  # fmt: skip
+ALL = [
+    (a, r)
+    for a in ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+    for r in ("default", "linear", "llama3", "yarn", "dynamic")
+]
 
 
 def assert_logits_match(config: ModelConfig, tokens: list[int], seed: int) -> None:
@@ -97,9 +100,11 @@ def test_rope_table_holds_every_position() -> None:
 
 # transformers generates token by token at several milliseconds each, so four configurations instead of a hundred.
 GREEDY = [
-    ("LlamaForCausalLM", "default"), ("LlamaForCausalLM", "llama3"), ("Qwen2ForCausalLM", "linear"),
+    ("LlamaForCausalLM", "default"),
+    ("LlamaForCausalLM", "llama3"),
+    ("Qwen2ForCausalLM", "linear"),
     ("Qwen3ForCausalLM", "yarn"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("architecture", "rope"), GREEDY)
@@ -113,9 +118,15 @@ def test_greedy_continuations_equal_transformers(architecture: str, rope: str) -
     compared = 0
     for prompt, from_batch in zip(prompts, batched, strict=True):
         want = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=200,
-            do_sample=False, eos_token_id=None, pad_token_id=0, output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=200,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
         tokens = want.sequences[0, len(prompt) :].tolist()
         assert len(tokens) == 200
         undecided = (margins(torch.cat(want.logits)) < 2e-4).nonzero().flatten().tolist()

@@ -193,7 +193,7 @@ def test_ragged_ends(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[list[int], list[int], list[int]]] = []
     stream.on_step = lambda now: seen.append(
         ([s.number for s in now], [len(s.tokens) for s in now], [stream.cache.held(s.number) for s in now])
-    )  # fmt: skip
+    )
     steps = run(stream)
     assert steps == [[0], [1], [0, 1], [0, 1], [2], [3], [1, 3], [1], [1]]
     # called when the policy has acted, before the new token is taken, and before anybody leaves
@@ -458,7 +458,7 @@ def test_left_in_the_middle(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> 
         (MemoryError(), True),
         (RuntimeError("shape mismatch"), False),
     ],
-)  # fmt: skip
+)
 def test_memory_that_runs_out(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException, is_one: bool
 ) -> None:
@@ -513,9 +513,7 @@ def told_of(results: Sequence[Result]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("policy", ["full", "window:budget=9", "quant:fmt=int8"])
 @pytest.mark.parametrize("draw", [SamplingParams(temperature=0.0), SamplingParams(0.8, 20, 0.95, 0.0, 4)])
-def test_by_the_loop(
-    engine: Engine, request: pytest.FixtureRequest, policy: str, draw: SamplingParams
-) -> None:  # fmt: skip
+def test_by_the_loop(engine: Engine, request: pytest.FixtureRequest, policy: str, draw: SamplingParams) -> None:
     """The same tokens, sizes and ends as without it, in the same order; the loop's rows are the batch's."""
     prompts = [[9, 8, 7] * 3, [5] * 2, [11] * 6, [3], [4, 2]]
 
@@ -588,7 +586,5 @@ def test_the_loop_draws_by_sequence_and_position(engine: Engine) -> None:
         logits = engine.decoder.logits(engine.decoder(hidden, cache))[len(s.prompt) - 1 :]
         cache.end_step()
         sampler = Sampler(draw, engine.config.vocab_size)
-        want = [
-            int(sampler.sample(row[None], [s.number], [len(s.prompt) + i])[0]) for i, row in enumerate(logits)
-        ]  # fmt: skip
+        want = [int(sampler.sample(row[None], [s.number], [len(s.prompt) + i])[0]) for i, row in enumerate(logits)]
         assert s.tokens == want

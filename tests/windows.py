@@ -12,9 +12,13 @@ from tests.compare import assert_close
 
 
 def drawn(
-    shape: tuple[int, int, int, int], window: int, dim: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float,
+    shape: tuple[int, int, int, int],
+    window: int,
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scale: float,
     generator: torch.Generator,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Strided queries [B, Hq, W, D] and keys [B, Hkv, S, D]. shape: B, Hkv, query heads of a KV head, S."""
     b, hkv, group, s = shape
     q = torch.randn(b, window, hkv * group, dim, generator=generator).transpose(1, 2).to(dtypes[0])
@@ -22,9 +26,12 @@ def drawn(
 
 
 def assert_lanes_are_scored_alone(
-    score: Callable[[Tensor, Tensor, Tensor], Tensor], plain: Callable[[Tensor, Tensor], Tensor],
-    shape: tuple[int, ...], shared: bool, data: st.DataObject,
-) -> None:  # fmt: skip
+    score: Callable[[Tensor, Tensor, Tensor], Tensor],
+    plain: Callable[[Tensor, Tensor], Tensor],
+    shape: tuple[int, ...],
+    shared: bool,
+    data: st.DataObject,
+) -> None:
     """Of lanes of differing length, some of them empty, NaN behind their ends, each has the plain score of its keys.
 
     score: of q, k, valid. plain: of one lane, q [g, W, D] and k [n, D] in double precision → [n]. shape: B, Hkv, g,
