@@ -1,9 +1,8 @@
 """The best candidates of every lane, without sorting. Twin: `minithink/ref/keep_best.py`.
 
-Layout: one program per lane, which reads its columns BLOCK at a time. Floats become unsigned integers of the same
-order. A radix search finds the range of integers that holds the worst kept candidate, eight bits in each pass. It
-stops as soon as all candidates of the range are kept: after two or three passes if scores differ, after all passes if
-they tie. The last pass writes the candidates above the range, and the missing ones from the range, oldest first.
+Layout: one program per lane, which reads its columns BLOCK at a time. The radix search of `_radix.py` finds the range
+of scores that holds the worst kept candidate. The last pass writes the candidates above the range, and the missing
+ones from the range, oldest first.
 Bound: memory. S·(score + 2 bytes) are moved for each lane; later passes find the lane in the GPU's cache. Lanes that
 keep all candidates or none never read their scores.
 """
@@ -18,26 +17,19 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import Variant
+from minithink.kernels._radix import BITS, best, load_key, search
 
 BLOCK = 1024  # columns at a time
-BITS = {torch.float32: 32, torch.float64: 64}
 
 
 @triton.jit
-def _ordered(p_score, column, m, BITS: tl.constexpr):
-    """Scores as unsigned integers of the same order: equal floats become equal integers, NaN the largest."""
-    score = tl.load(p_score + column, m, other=0.0)
-    score = tl.where(score == 0, tl.zeros_like(score), score)  # −0 is equal to 0, its bits are not
-    # Negative floats are ordered backwards: turn over all their bits, and only the sign bit of the others.
-    if BITS == 32:
-        bits = score.to(tl.int32, bitcast=True)
-        bits = tl.where(score != score, 0x7FFFFFFF, bits)
-        key = (bits ^ ((bits >> 31) | -0x80000000)).to(tl.uint32, bitcast=True)
-    else:
-        bits = score.to(tl.int64, bitcast=True)
-        bits = tl.where(score != score, 0x7FFFFFFFFFFFFFFF, bits)
-        key = (bits ^ ((bits >> 63) | -0x8000000000000000)).to(tl.uint64, bitcast=True)
-    return key
+def _load(lane, start, column, end, BITS: tl.constexpr):
+    """Keys and candidates of a block of columns."""
+    p_score, p_candidate = lane
+    m_in = start + column < end
+    candidate = tl.load(p_candidate + start + column, m_in, other=0) != 0
+    key = load_key(p_score + start, column, m_in, BITS)
+    return key, candidate
 
 
 @triton.jit
@@ -49,51 +41,24 @@ def _keep_best(p_score, p_candidate, p_count, p_kept, width, BITS: tl.constexpr,
     missing = tl.load(p_count + i_lane)
     column = tl.arange(0, BLOCK)
 
-    inside = tl.zeros((), tl.int32)  # candidates in the range
+    candidates = tl.zeros((), tl.int32)
     for start in range(0, width, BLOCK):
         candidate = tl.load(p_candidate + start + column, start + column < width, other=0)
-        inside += tl.sum(candidate.to(tl.int32))
-    if (missing <= 0) | (missing >= inside):
+        candidates += tl.sum(candidate.to(tl.int32))
+    if (missing <= 0) | (missing >= candidates):  # none or all are kept
         for start in range(0, width, BLOCK):
             m_in = start + column < width
             candidate = tl.load(p_candidate + start + column, m_in, other=0)
             tl.store(p_kept + start + column, tl.where(missing > 0, candidate, 0), m_in)
         return
 
-    # Kept candidates lie above the range [low, high], except `missing` of them, which lie in it.
-    if BITS == 32:
-        low, high = tl.full((), 0, tl.uint32), tl.full((), 0xFFFFFFFF, tl.uint32)
-    else:
-        low, high = tl.full((), 0, tl.uint64), tl.full((), 0xFFFFFFFFFFFFFFFF, tl.uint64)
-    one = low + 1  # 1, typed as `low`
-    digit = tl.arange(0, 256)
-    shift = low + BITS  # of the digit searched last; BITS, typed as `low`, which is still 0
-    while (shift > 0) & (inside > missing):
-        shift -= 8
-        count = tl.zeros((256,), tl.int32)  # candidates in the range, by digit
-        for start in range(0, width, BLOCK):
-            m_in = start + column < width
-            candidate = tl.load(p_candidate + start + column, m_in, other=0) != 0
-            key = _ordered(p_score + start, column, m_in, BITS)
-            m_range = candidate & (key >= low) & (key <= high)
-            count += tl.histogram(((key - low) >> shift).to(tl.int32) & 255, 256, mask=m_range)
-        above = inside - tl.cumsum(count)  # candidates in the range with a larger digit
-        # The worst kept candidate has the largest digit with at least `missing` candidates at this digit or above. It
-        # equals the number of digits that have so many candidates above them.
-        i_digit = tl.sum((above >= missing).to(tl.int32))
-        missing -= tl.sum(tl.where(digit == i_digit, above, 0))
-        inside = tl.sum(tl.where(digit == i_digit, count, 0))
-        low += i_digit.to(low.dtype) << shift
-        high = low + ((one << shift) - one)
-
+    lane = (p_score, p_candidate)
+    low, high, missing = search(_load, lane, 0, width, candidates, missing, BITS, BLOCK)
     for start in range(0, width, BLOCK):
-        m_in = start + column < width
-        candidate = tl.load(p_candidate + start + column, m_in, other=0) != 0
-        key = _ordered(p_score + start, column, m_in, BITS)
-        m_range = (candidate & (key >= low) & (key <= high)).to(tl.int32)
-        kept = (candidate & (key > high)) | ((m_range > 0) & (tl.cumsum(m_range) <= missing))
-        missing -= tl.sum(m_range)  # below 0 once they are found
-        tl.store(p_kept + start + column, kept.to(tl.uint8), m_in)
+        key, candidate = _load(lane, start, column, width, BITS)
+        kept, found = best(key, candidate, low, high, missing)
+        missing -= found
+        tl.store(p_kept + start + column, kept.to(tl.uint8), start + column < width)
 
 
 def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
@@ -110,12 +75,20 @@ def keep_best(score: Tensor, candidate: Tensor, count: Tensor) -> Tensor:
     shape = candidate.shape
     if score.dtype not in BITS:
         score = score.float()
-    score, candidate = score.expand(shape).contiguous(), candidate.contiguous()
+    score = score.expand(shape).contiguous()
+    candidate = candidate.contiguous()
     count = count.to(torch.int32).expand(shape[:-1]).contiguous()
     kept = torch.empty_like(candidate)
     if kept.numel():
-        args = score, candidate.view(torch.uint8), count, kept.view(torch.uint8), shape[-1]
-        _keep_best[(count.numel(),)](*args, BITS[score.dtype], BLOCK)
+        _keep_best[(count.numel(),)](
+            score,
+            candidate.view(torch.uint8),
+            count,
+            kept.view(torch.uint8),
+            width=shape[-1],
+            BITS=BITS[score.dtype],
+            BLOCK=BLOCK,
+        )
     return kept
 
 
