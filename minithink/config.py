@@ -1,4 +1,4 @@
-"""ModelConfig: the shape of a decoder, read from a Hugging Face `config.json`.
+"""ModelConfig: the shape of a decoder, read from a Hugging Face `config.json` or from a GGUF file.
 
 Three architectures are read: LlamaForCausalLM, Qwen2ForCausalLM and Qwen3ForCausalLM. A field that would change the
 computation and is not supported is an error, which names the field. So is an unknown field: without it, the results
@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minithink.checkpoint.gguf_config import config_fields
+from minithink.checkpoint.gguf_file import GGUF, is_gguf
 from minithink.errors import MinithinkError, listed, named, quoted, reason
 from minithink.results.files import read_bytes
 
@@ -110,6 +112,9 @@ ROPE_FIELDS = {
         {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
         | {"original_max_position_embeddings"}
     ),
+    "longrope": frozenset(
+        {"short_factor", "long_factor", "factor", "attention_factor", "original_max_position_embeddings"}
+    ),
 }
 ROPE_REQUIRED = {
     "default": frozenset(),
@@ -117,7 +122,9 @@ ROPE_REQUIRED = {
     "linear": frozenset({"factor"}),
     "llama3": ROPE_FIELDS["llama3"] - {"original_max_position_embeddings"},
     "yarn": frozenset({"factor"}),
+    "longrope": frozenset({"short_factor", "long_factor", "attention_factor"}),
 }
+_FACTORS = ("short_factor", "long_factor")  # lists; the other fields are numbers
 LARGEST_FLOAT32 = 3.4e38
 THETA = 10000.0  # of a file that gives none
 
@@ -140,7 +147,8 @@ class RopeScaling:
 
     linear: Chen et al. 2023, position interpolation. llama3: Llama 3.1's per-band interpolation.
     yarn: Peng et al. 2023, NTK-by-parts with a temperature on the attention logits. dynamic: stretches only what is
-    longer than `max_position` of the model, and nothing longer is read here; up to there it is the default.
+    longer than `max_position` of the model, and nothing longer is read here; up to there it is the default. longrope:
+    every frequency has a factor of its own, the same for short and for long texts, as in GGUF files of Llama 3.
     """
 
     kind: str = "default"
@@ -150,10 +158,11 @@ class RopeScaling:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn: rotations over the original context above which a band is kept
     beta_slow: float = 1.0  # yarn: rotations below which a band is interpolated fully
-    attention_factor: float | None = None  # yarn; None: from `factor`, `mscale`, `mscale_all_dim`
+    attention_factor: float | None = None  # longrope, yarn; None: from `factor`, `mscale`, `mscale_all_dim`
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn: round the band edges to whole dimensions
+    factors: tuple[float, ...] = ()  # longrope: by which the frequencies are divided, one for each pair of channels
 
 
 @dataclass(frozen=True)
@@ -200,6 +209,11 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise MinithinkError(f"The head dimension is {self.head_dim}; rotary embedding needs an even one.")
+        if self.rope.kind == "longrope" and len(self.rope.factors) != self.head_dim // 2:
+            raise MinithinkError(
+                f"The model has {len(self.rope.factors)} RoPE factors, and heads of {self.head_dim} channels need "
+                f"{self.head_dim // 2}."
+            )
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes that keys and values of one token occupy, over all layers, uncompressed."""
@@ -207,7 +221,9 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelConfig:
-        """Read `config.json` of a checkpoint folder."""
+        """Read `config.json` of a checkpoint folder, or the fields of a GGUF file."""
+        if is_gguf(folder):
+            return cls.from_dict(config_fields(GGUF.read(folder)), str(folder))
         path = Path(folder) / "config.json"
         return cls.from_dict(read_json(path), str(path))
 
@@ -260,9 +276,10 @@ class ModelConfig:
         """The fields of a Hugging Face `config.json` that describes this model."""
         rope = {"rope_type": self.rope.kind, "rope_theta": self.rope_theta}
         for name in sorted(ROPE_FIELDS[self.rope.kind]):
-            value = asdict(self.rope)[name.replace("_embeddings", "")]
+            field_name = "factors" if name in _FACTORS else name.replace("_embeddings", "")
+            value = asdict(self.rope)[field_name]
             if value is not None:
-                rope[name] = value
+                rope[name] = list(value) if name in _FACTORS else value
         kind = ARCHITECTURES[self.architecture]
         out: dict[str, Any] = {
             "architectures": [self.architecture],
@@ -396,6 +413,7 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
     missing = sorted(ROPE_REQUIRED[kind] - table.keys())
     if missing:
         raise MinithinkError(f"{where}: RoPE type {kind} lacks the field {missing[0]}.")
+    factors = _factors(fields, table) if kind == "longrope" else ()
     for name, value in [("rope_theta", theta), *table.items()]:
         if not isinstance(value, (int, float)) or isinstance(value, bool) != (name == "truncate"):
             raise MinithinkError(f"{where}: the RoPE field {name} is {quoted(value)}, not a number.")
@@ -414,7 +432,21 @@ def _rope(fields: _Fields, max_position: int) -> tuple[float, RopeScaling]:
     if "original_max_position_embeddings" in ROPE_FIELDS[kind]:
         original = _original(fields, table, max_position)
     table.pop("original_max_position_embeddings", None)
-    return float(theta), RopeScaling(kind=kind, original_max_position=original, **table)
+    return float(theta), RopeScaling(kind=kind, original_max_position=original, factors=factors, **table)
+
+
+def _factors(fields: _Fields, table: dict[str, Any]) -> tuple[float, ...]:
+    """Take the factors of longrope out of a table. Texts of all lengths must have the same."""
+    short = table.pop("short_factor")
+    long = table.pop("long_factor")
+    if short != long:
+        raise MinithinkError(
+            f"{fields.where}: short_factor and long_factor of RoPE differ, so the frequencies would depend on the "
+            "length of a text, which is not supported."
+        )
+    if not isinstance(short, list) or not all(type(x) in (int, float) and 0 < x <= LARGEST_FLOAT32 for x in short):
+        raise MinithinkError(f"{fields.where}: the RoPE factors are {quoted(short)}; they must be positive numbers.")
+    return tuple(map(float, short))
 
 
 def _rope_table(fields: _Fields) -> tuple[dict[str, Any], Any]:

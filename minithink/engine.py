@@ -21,6 +21,7 @@ from minithink.backend import choose, device_of
 from minithink.checkpoint import calibration as files
 from minithink.checkpoint import memory
 from minithink.checkpoint.adapter import adapter_of
+from minithink.checkpoint.gguf_file import beside, is_gguf
 from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
@@ -64,7 +65,7 @@ def load(
     calibration: str | Path | None = None,
     adapter: str | Path | None = None,
 ) -> Engine:
-    """Load a checkpoint: a folder, a Hugging Face model id, or the embedded model ("tiny").
+    """Load a checkpoint: a folder, a GGUF file, a Hugging Face model id, or the embedded model ("tiny").
 
     Args:
         path_or_id: what to load; a folder named tiny is given as `./tiny`.
@@ -87,6 +88,10 @@ def load(
     number_type = _number_type(dtype, where)
     embedded = path_or_id in (None, "tiny")
     folder = _folder(path_or_id, revision)
+    if adapter is not None and is_gguf(folder):
+        raise UsageError(
+            f"{folder} is a GGUF file, and adapters are merged into safetensors: give the folder of those."
+        )
     config = ModelConfig.from_folder(folder)
     merged = adapter_of(adapter, config)
     own = folder if merged is None else merged.folder  # its files win
@@ -102,7 +107,7 @@ def load(
     memory.require_room(config, number_type, where)
     home = Home(
         folder=folder,
-        calibration=own if calibration is None else Path(calibration),
+        calibration=beside(own) if calibration is None else Path(calibration),
         spoken="" if embedded else str(path_or_id),
         adapter=merged,
     )
@@ -137,9 +142,9 @@ def _number_type(dtype: str, where: torch.device) -> torch.dtype | None:
 
 
 def _folder(path_or_id: str | Path | None, revision: str | None) -> Path:
-    """The folder of a checkpoint; arguments as of `load`."""
+    """The folder of a checkpoint, or a GGUF file; arguments as of `load`."""
     if path_or_id == "":
-        raise UsageError("The model's name is empty: give a folder or a Hugging Face id.")
+        raise UsageError("The model's name is empty: give a folder, a GGUF file or a Hugging Face id.")
     if path_or_id not in (None, "tiny"):
         return resolve(str(path_or_id), revision)
     if revision is not None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from minithink.checkpoint.gguf_config import generation_fields
+from minithink.checkpoint.gguf_file import GGUF, is_gguf
 from minithink.config import GENERATION, ModelConfig, as_ids, read_json
 from minithink.errors import listed, named, quoted
 from minithink.sampling import COLDEST, DRAWS, is_whole
@@ -70,12 +72,15 @@ class GenerationConfig:
     @classmethod
     def from_folder(cls, folder: Path, config: ModelConfig, tokenizer: Tokenizer) -> GenerationConfig:
         """Read the file. If there is none, `config.json` may hold its fields, as old versions of transformers wrote
-        them. If no stop tokens are named there, `config.json` or the tokenizer does.
+        them. If no stop tokens are named there, `config.json` or the tokenizer does. folder may be a GGUF file.
 
         Raises:
             MinithinkError: a file is no JSON.
         """
         eos_ids = as_ids(tokenizer.eos_id)
+        if is_gguf(folder):
+            found = cls.from_dict(generation_fields(GGUF.read(folder)), config, eos_ids)
+            return replace(found, source=folder.name)
         if (folder / FILE).exists():
             return cls.from_dict(read_json(folder / FILE), config, eos_ids)
         fields = read_json(folder / "config.json")

@@ -23,7 +23,7 @@ from minithink.text.tokenizer import Tokenizer
 class Home:
     """Where a model's files are."""
 
-    folder: Path  # of its weights
+    folder: Path  # of its weights; or a GGUF file
     calibration: Path  # of the files of `minithink.calibrate`
     spoken: str = ""  # the model's name on the command line; "": it is the embedded one
     adapter: Adapter | None = None  # what was merged into the weights

@@ -135,7 +135,7 @@ class Rope:
 
 
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn).
+    """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn and longrope).
 
     Raises:
         MinithinkError: a field of the scaling is so large or so small that they are no finite numbers.
@@ -168,6 +168,9 @@ def _rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
         turns = r.original_max_position * freq / (2 * math.pi)
         keep = ((turns - r.low_freq_factor) / (r.high_freq_factor - r.low_freq_factor)).clamp(0, 1)
         return freq * (keep + (1 - keep) / r.factor), 1.0
+    if r.kind == "longrope":
+        assert r.attention_factor is not None
+        return 1 / (torch.tensor(r.factors) * config.rope_theta ** (index / half)), r.attention_factor
     # yarn, §3.2 "NTK-by-parts": the ramp runs over dimensions, between the two that turn beta times.
     low, high = (_yarn_dimension(config, beta) for beta in (r.beta_fast, r.beta_slow))
     if r.truncate:

@@ -333,6 +333,28 @@ def test_old_and_new_rope_shapes_are_equal(kind: str) -> None:
     assert (old.rope.kind, old.rope_theta) == (kind, 5e5)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"long_factor": [1.0] * 63 + [2.0]}, "short_factor and long_factor of RoPE differ"),
+        ({"short_factor": [0.0] * 64, "long_factor": [0.0] * 64}, "must be positive numbers"),
+        ({"short_factor": "x", "long_factor": "x"}, "the RoPE factors are 'x'"),
+        ({"short_factor": [1.0], "long_factor": [1.0]}, "has 1 RoPE factors, and heads of 128 channels need 64"),
+        ({"attention_factor": None}, "RoPE type longrope lacks the field attention_factor"),
+    ],
+)
+def test_longrope_has_the_same_factors_for_all_lengths(change: dict[str, Any], said: str) -> None:
+    factors = [1.0 + pair for pair in range(64)]
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.5}
+    bare = {k: v for k, v in QWEN3_8B.items() if k != "rope_scaling"}
+    config = ModelConfig.from_dict(bare | {"rope_parameters": rope | {"rope_theta": 1e6}})
+    assert config.rope.factors == tuple(factors)
+    assert config.rope.attention_factor == 1.5
+    assert ModelConfig.from_dict(config.to_dict()) == config
+    with pytest.raises(MinithinkError, match=said):
+        ModelConfig.from_dict(bare | {"rope_parameters": rope | change})
+
+
 def test_defaults_of_absent_fields_are_those_of_transformers() -> None:
     import transformers
 

@@ -15,11 +15,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
 RUNTIME = {"torch", "triton", "tiktoken", "regex", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
-EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy"}
+EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy", "gguf"}
 # an extra → the one place that may import it
 ONLY_IN = {
     "transformers": "minithink.bench.speed.peer",
     "tokenizers": "minithink.tasks.prepare",
+    "gguf": "minithink.checkpoint.gguf_weights",
     "pyarrow": "minithink.evaluate.datasets",
     "math_verify": "minithink.evaluate.mathematics",
     "sympy": "minithink.evaluate.mathematics",  # math-verify needs it

@@ -1,8 +1,8 @@
 """Checkpoints: find them, load them into a `Decoder`, and save a `Decoder` as one.
 
-Only safetensors are read: a JSON header and raw numbers, which cannot run code. The file is mapped into memory, and
-every tensor is copied once, from the page cache to its final place. So loading in the checkpoint's own dtype
-allocates only the memory of the weights.
+Only safetensors and GGUF files (`gguf_file.py`) are read: headers and raw numbers, which cannot run code. Files are
+mapped into memory, and every tensor of safetensors is copied once, from the page cache to its final place. So loading
+in the checkpoint's own dtype allocates only the memory of the weights. GGUF files are dequantized piece by piece.
 
 `tensors_of` maps each name of Hugging Face to a view of the decoder's parameter, in the checkpoint's layout. Loading
 copies into the views, saving copies out of them.
@@ -30,6 +30,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minithink.backend import REFERENCE, Backend
+from minithink.checkpoint.gguf_file import GGUF, is_gguf, parts_of
+from minithink.checkpoint.gguf_weights import check_tensors, copy_weights
 from minithink.checkpoint.hub import download
 from minithink.config import ModelConfig, read_json
 from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
@@ -118,9 +120,11 @@ def load_decoder(
     """A decoder with the weights of a checkpoint folder; its parameters require no gradient.
 
     Args:
-        folder: holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with its shards.
+        folder: holds `config.json` and either `model.safetensors` or `model.safetensors.index.json` with its shards;
+            or a GGUF file.
         device: where the parameters go.
-        dtype: of the parameters; None: the checkpoint's own, the widest if its tensors differ.
+        dtype: of the parameters; None: the checkpoint's own, the widest if its tensors differ. Of a GGUF file it is
+            the type of most numbers, and bfloat16 if they are quantized.
         backend: the functions that the decoder calls.
         merge: what changes the weights on their way; None: nothing does.
 
@@ -128,6 +132,8 @@ def load_decoder(
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
             If they only have another prefix than `model.`, they are read, and the config has a caution.
     """
+    if is_gguf(folder):
+        return _load_gguf(Path(folder), device=device, dtype=dtype, backend=backend)
     stored = _stored(Path(folder))
     with torch.device("meta"):
         decoder = Decoder(stored.config, backend)
@@ -172,6 +178,18 @@ def hash_of_merged(folder: str | Path, merge: Merge) -> str:
         value = merge(name, tensor).to("cpu", stored.dtype).flatten()
         digest.update(value.view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _load_gguf(path: Path, *, device: torch.device | str, dtype: torch.dtype | None, backend: Backend) -> Decoder:
+    """`load_decoder` of a GGUF file."""
+    config = ModelConfig.from_folder(path)
+    model = GGUF.read(path)
+    with torch.device("meta"):
+        decoder = Decoder(config, backend)
+    check_tensors(model, config, {name: view.shape for name, view in tensors_of(decoder).items()})
+    _allocate(decoder, dtype or getattr(torch, config.dtype), device)
+    copy_weights(model, config, tensors_of(decoder))
+    return decoder
 
 
 def save_checkpoint(
@@ -232,9 +250,13 @@ def save_checkpoint(
 
 
 def checkpoint_hash(folder: str | Path) -> str:
-    """A name for the weights: the first 16 hex digits of a SHA-256 over all weight files, sorted by name."""
+    """A name for the weights: the first 16 hex digits of a SHA-256 over all weight files, sorted by name.
+
+    folder: of a checkpoint, or a GGUF file.
+    """
     digest = hashlib.sha256()
-    for path in sorted(set(_weight_files(Path(folder)))):
+    paths = parts_of(Path(folder)) if is_gguf(folder) else sorted(set(_weight_files(Path(folder))))
+    for path in paths:
         try:
             with open(path, "rb") as file:
                 while block := file.read(1 << 20):
@@ -245,27 +267,31 @@ def checkpoint_hash(folder: str | Path) -> str:
 
 
 def resolve(path_or_id: str, revision: str | None = None) -> Path:
-    """The folder of a checkpoint: a local one, or that of a Hugging Face model, which is downloaded if necessary.
+    """The folder of a checkpoint: a local one, or that of a Hugging Face model, which is downloaded if necessary. A
+    GGUF file is a checkpoint by itself.
 
     Args:
-        path_or_id: a folder, or a model id such as `Qwen/Qwen3-0.6B`.
+        path_or_id: a folder, a GGUF file, or a model id such as `Qwen/Qwen3-0.6B`.
         revision: branch, tag or commit of the model id; None: `main`.
 
     Raises:
         MinithinkError: there is no such folder or model, or it cannot be fetched. HF_HUB_OFFLINE=1 is respected.
     """
     path = Path(os.path.expanduser(path_or_id))  # Path's own raises for an unknown ~user
-    if path_or_id and os.path.isdir(path):  # Path's own raises for a name that is too long
+    is_file = os.path.isfile(path)
+    if path_or_id and (os.path.isdir(path) or (is_file and is_gguf(path))):  # Path's own raises for long names
         if revision is not None:
+            what = "file" if is_file else "folder"
             raise UsageError(
-                f"{path_or_id} is a folder, which has no revision {quoted(revision)}: drop the revision."
+                f"{path_or_id} is a {what}, which has no revision {quoted(revision)}: drop the revision."
             )
         return path
-    if not path_or_id or path_or_id[0] in "./~" or path_or_id.count("/") > 1 or os.path.exists(path):
-        is_file = os.path.isfile(path)
-        what = "is a file, not the folder of a checkpoint" if is_file else "does not exist: no such folder"
+    is_path = path_or_id[:1] in ("", ".", "/", "~") or path_or_id.count("/") > 1 or is_gguf(path)
+    if is_path or os.path.exists(path):
+        kind = "file" if is_gguf(path) else "folder"
+        what = "is a file, not the folder of a checkpoint" if is_file else f"does not exist: no such {kind}"
         raise MinithinkError(
-            f"{quoted(path_or_id)} {what}; give a folder, or a Hugging Face id like Qwen/Qwen3-0.6B."
+            f"{quoted(path_or_id)} {what}; give a folder, a GGUF file, or a Hugging Face id like Qwen/Qwen3-0.6B."
         )
 
     folder = download(path_or_id, FILES, revision)

@@ -13,7 +13,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "
     default: of `args.model`; None: the command must know whether the user named a model.
     """
     add = parser.add_argument
-    add("--model", default=default, help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add("--model", default=default, help="folder, GGUF file or Hugging Face id (default: the embedded model, tiny)")
     add(
         "--adapter",
         type=location,

@@ -32,12 +32,9 @@ def read_bytes(path: Path, at_most: int = LARGEST) -> bytes:
     Raises:
         OSError: it cannot be read; it is a pipe, a device or another thing that has no end; or it is too large.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
-        about = os.fstat(file.fileno())
-        if not stat.S_ISREG(about.st_mode):
-            raise OSError("it is no regular file")
+    with open_regular(path) as file:
         content = bytearray()
-        size = about.st_size  # 0 for files that the system makes up
+        size = os.fstat(file.fileno()).st_size  # 0 for files that the system makes up
         while size <= at_most:
             block = file.read(BLOCK)
             if not block:
@@ -47,6 +44,15 @@ def read_bytes(path: Path, at_most: int = LARGEST) -> bytes:
     if size > at_most:
         raise OSError(f"it is larger than {at_most:,} bytes")
     return bytes(content)
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading. OSError: it cannot be read, or is a pipe or a device."""
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError("it is no regular file")
+    return file
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -72,6 +72,11 @@ def read_template(folder: Path, config: dict[str, Any]) -> str | None:
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):
         found = found.get("default")
+    return checked_template(found, file)
+
+
+def checked_template(found: Any, file: Path) -> str | None:
+    """A template that a file holds, or None. MinithinkError: it is no text or too long."""
     if found is not None and not isinstance(found, str):
         raise MinithinkError(f"{file}: the chat template is {repr(found)[:80]}, no text: download it again.")
     if found is not None and len(found) > MAX_TEMPLATE:

@@ -1,4 +1,5 @@
-"""Tokenizer: text to token ids and back, from a Hugging Face `tokenizer.json` and the files beside it.
+"""Tokenizer: text to token ids and back, from a Hugging Face `tokenizer.json` and the files beside it, or from a GGUF
+file, which holds the same (`gguf_tokenizer.py`).
 
 Byte-level BPE is read: GPT-2's, Llama 3's, Qwen's, SmolLM2's and DeepSeek's files, and other compositions of splits
 (`pieces.py`). What would change the ids and is not understood is an error that names it. `encode` gives the ids of
@@ -21,12 +22,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minithink.checkpoint.gguf_file import GGUF, is_gguf
 from minithink.config import read_json
 from minithink.errors import MinithinkError, quoted
 from minithink.text import as_tiktoken
 from minithink.text.added_tokens import Finder, TokenFiles, read_added_tokens
 from minithink.text.bpe import BytePairEncoding, Unsupported, bytes_of, check_id, is_spelled, spelled
-from minithink.text.chat import TemplateFailed, read_template, render
+from minithink.text.chat import TemplateFailed, checked_template, read_template, render
+from minithink.text.gguf_tokenizer import tokenizer_files
 from minithink.text.pieces import flattened, read_normalizer, read_pre_tokenizer
 
 if TYPE_CHECKING:
@@ -42,8 +45,8 @@ class Tokenizer:
     def __init__(self, file: Path, spec: dict[str, Any], files: TokenFiles, template: str | None) -> None:
         """
         Args:
-            file: tokenizer.json, for error messages.
-            spec: its content.
+            file: tokenizer.json or a GGUF file, for error messages.
+            spec: the content of tokenizer.json.
             files: what is beside it.
             template: the chat template; None: there is none.
         """
@@ -76,9 +79,14 @@ class Tokenizer:
     def from_folder(cls, folder: str | Path) -> Tokenizer:
         """Read tokenizer.json, and the files beside it that name the special tokens and hold the chat template.
 
+        Args:
+            folder: of a checkpoint; or a GGUF file, which holds all of this.
+
         Raises:
             MinithinkError: tokenizer.json is missing, or a file is damaged or of a kind that is not supported.
         """
+        if is_gguf(folder):
+            return cls._from_gguf(Path(folder))
         file = Path(folder) / "tokenizer.json"
         if not file.is_file():
             hint = "download it, or write it with transformers' AutoTokenizer.save_pretrained"
@@ -100,6 +108,17 @@ class Tokenizer:
             raise MinithinkError(
                 f"{message} ({type(error).__name__}: {quoted(str(error))}): download it again."
             ) from error
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        with _without_collections():
+            fields = GGUF.read(path).fields
+            try:
+                spec, config = tokenizer_files(fields)
+                template = checked_template(config.get("chat_template"), path)
+                return cls(path, spec, TokenFiles(config=config, special_map={}, added={}), template)
+            except Unsupported as error:
+                raise MinithinkError(f"{path}: {error}") from None
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Added tokens that are written in it become their ids.

@@ -42,6 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from minithink.backend import device_of
+from minithink.checkpoint.gguf_file import is_gguf
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, save_checkpoint
 from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
@@ -505,6 +506,8 @@ def _main(argv: list[str] | None) -> int:
     def run() -> int:
         recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         folder = args.tokenizer or args.init or Path(__file__).parents[1] / "assets" / "tiny"
+        if is_gguf(folder):
+            raise UsageError(f"{folder} is a GGUF file, and what is trained needs a tokenizer's folder: --tokenizer.")
         if args.init is None:
             # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
             vocab = -(-Tokenizer.from_folder(folder).vocab_size // 64) * 64

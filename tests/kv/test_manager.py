@@ -16,7 +16,7 @@ from torch import Tensor
 
 import minithink.kv.observe as observe_module
 from minithink.backend import choose
-from minithink.config import ROPE_FIELDS, ModelConfig
+from minithink.config import ModelConfig
 from minithink.errors import UsageError
 from minithink.kv.contract import (
     SCOPES,
@@ -44,7 +44,7 @@ from tests.compare import assert_close, assert_same
 from tests.drive import full_cache, prompt_logits, step
 from tests.kernels.device import DEVICE
 from tests.kv.run import Cut, Full, Spy, feed, kept, manager_for, masked_logits, observed, text_of
-from tests.strategies import MAX_POSITION, configs, example_config, random_decoder
+from tests.strategies import MAX_POSITION, ROPES, configs, example_config, random_decoder
 
 torch.set_num_threads(1)
 
@@ -746,7 +746,7 @@ class Sinks(Cut):
 
 
 @given(
-    config=st.sampled_from(sorted(ROPE_FIELDS)).flatmap(lambda kind: configs(rope=kind)),
+    config=st.sampled_from(ROPES).flatmap(lambda kind: configs(rope=kind)),
     scope=st.sampled_from(SCOPES),
     pull=st.integers(1, 5),
     recent=st.integers(1, 6),
