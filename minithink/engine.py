@@ -368,7 +368,7 @@ class Engine:
         chosen = self._for_cache(self._policy(policy, most, schedule), cache)
         sequences = _texts_apart(ids, prompt_tokens, own)
         if chosen is not None:
-            _refuse_recorded(chosen)
+            refuse_recorded(chosen)
             for s in sequences:
                 check_budget(chosen, prompt_tokens, s.budget)
         plain = self._is_plain(cache, sequences, batch_size, chosen, fixed)
@@ -679,7 +679,7 @@ def _texts_apart(texts: Sequence[list[int]], prompt_tokens: int, budgets: Sequen
     return sequences
 
 
-def _refuse_recorded(policy: Policy) -> None:
+def refuse_recorded(policy: Policy) -> None:
     """UsageError: the policy foresees texts that the model has generated, and a given text is none."""
     for member in members(policy):
         if member.calibration == files.FORESIGHT:

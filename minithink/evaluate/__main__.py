@@ -13,6 +13,7 @@ PROGRAM = "minithink.evaluate"
 DESCRIPTION = "Accuracy, length and memory of policies."
 # a first word that is none of these is an option of the run itself
 COMMANDS = {
+    "loss": "minithink.evaluate.loss",
     "plot": "minithink.evaluate.plots",
     "tune": "minithink.evaluate.tune",
     "margins": "minithink.evaluate.margins",
@@ -38,7 +39,8 @@ def _run(first: str, argv: list[str]) -> int:
     parser = commands.Parser(
         prog=f"python -m {PROGRAM}",
         description=DESCRIPTION,
-        epilog=f"`python -m {PROGRAM} plot DIR…` redraws pictures, `… tune` chooses hyperparameters, and `… margins` "
+        epilog=f"`python -m {PROGRAM} loss` takes the loss of texts, "
+        "`… plot DIR…` redraws pictures, `… tune` chooses hyperparameters, and `… margins` "
         "counts where another batch size may change a result.",
     )
     runner.add_arguments(parser)

@@ -28,6 +28,7 @@ from minithink.results.files import dumps, read_bytes, replace
 
 CONFIG = "config.json"
 FULL = "full"  # the policy that keeps everything: what the others are compared with
+INSTRUMENT = "instrument"  # the setting that says what a run measures, if it is not answers
 SOURCES = "sources"  # the setting with the hashes of the policies' code, by policy
 MOST = 2**63  # numbers of a record are below
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
@@ -114,6 +115,7 @@ class Record:
     needed_unknown: float | None = None  # share of all needs whose content occurs nowhere in the text
     parsed: float | None = None  # share of the lines that a rule of the family reads
     counts: dict[str, int] | None = None  # what the policy counts, by name; None: it counts nothing
+    losses: list[float] | None = None  # of a text that was given: −log p in nats of every token after the prompt
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():
@@ -136,6 +138,9 @@ class Record:
                 raise ValueError(
                     f"counts is {quoted(self.counts)}, and it must hold whole numbers of at least 0 by name"
                 )
+        for loss in self.losses or ():
+            if type(loss) not in (int, float) or not 0 <= loss < MOST:
+                raise ValueError(f"losses holds {quoted(loss)}, and it must hold numbers of at least 0")
         if self.evicting_steps > self.steps:
             raise ValueError(f"evicting_steps is {self.evicting_steps}, and there were {self.steps} steps")
 
@@ -164,13 +169,14 @@ _KINDS = {
     name: tuple(get_origin(one) or one for one in (get_args(kind) or (kind,)))
     for name, kind in get_type_hints(Record).items()
 }
-_OPTIONAL = ("right", "text", "budget_tokens", *SHARES, "counts")
+_OPTIONAL = ("right", "text", "budget_tokens", *SHARES, "counts", "losses")
 _WORDS = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     dict: "an object",
+    list: "a list",
     NoneType: "null",
 }
 
@@ -423,8 +429,8 @@ class Journal:
         of other code is summed up.
         """
         again = dict.fromkeys(changed)
-        if FULL in changed and settings.get("full_tokens") is None:
-            # shares of a budget follow from what the full cache generates
+        if FULL in changed and settings.get("full_tokens") is None and INSTRUMENT not in settings:
+            # shares of a budget follow from what the full cache generates, if texts are generated
             again |= {r.policy: None for r in self.records if isinstance(r.budget, float)}
         old = [record for record in self.records if record.policy in again]
         if not old:

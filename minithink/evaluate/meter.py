@@ -7,6 +7,7 @@ the next step. The host reads a sequence's sums only when the sequence ends. If 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -67,6 +68,30 @@ def both(one: Watch, other: Watch) -> Watch:
         other(sequences)
 
     return call
+
+
+class Seconds:
+    """The time of each sequence: of every step, the duration divided by the sequences that took part."""
+
+    def __init__(self) -> None:
+        self._began = dict[int, float]()
+        self._each = 0.0  # seconds that a sequence would have if it had decoded from the start
+        self._last = time.perf_counter()
+
+    def step(self, sequences: Sequence[Track]) -> None:
+        """A step of these sequences has ended."""
+        now = time.perf_counter()
+        own = (now - self._last) / len(sequences)
+        self._last = now
+        if len(sequences[0].tokens) <= 1:  # a step that has only read prompts
+            for s in sequences:
+                self._began[s.number] = self._each - own
+        else:
+            self._each += own
+
+    def take(self, s: Track) -> float:
+        """The seconds of a sequence that has just ended."""
+        return self._each - self._began.pop(s.number)
 
 
 class DeviceMeter:

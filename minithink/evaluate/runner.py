@@ -12,7 +12,6 @@ import gc
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,7 @@ from minithink.evaluate.datasets import Example, check_graders, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
-from minithink.evaluate.meter import Held, both, meter
+from minithink.evaluate.meter import Held, Seconds, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.padding import charge
 from minithink.evaluate.plan import (
@@ -260,7 +259,7 @@ def evaluate(
         for note in journal.notes:
             if not ranks.rank or str(journal.path) in note:
                 _say(note)
-        for note in [*notes, *_about_before(journal, resume, total)]:
+        for note in [*notes, *about_before(journal, resume, total)]:
             if not ranks.rank:
                 _say(note)
         first = FULL not in policies and cells[0].policy == FULL
@@ -327,8 +326,8 @@ def said_of_limit(job: Job, examples: Sequence[Example]) -> list[str]:
     return [f"--limit {job.limit:,} is more than the {len(examples):,} problems of {job.dataset}: all are taken"]
 
 
-def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
-    """A sentence that says what --resume has found. total: sequences of the run."""
+def about_before(journal: Journal, resume: bool, total: int, done: str = "generated") -> list[str]:
+    """A sentence that says what --resume has found. total: sequences of the run; done: what is done with them."""
     if not resume:
         return []
     if not journal.records:
@@ -336,10 +335,8 @@ def _about_before(journal: Journal, resume: bool, total: int) -> list[str]:
             return []
         return [f"there is no finished sequence in {journal.folder} to resume from: the run begins anew"]
     if len(journal.records) == total:
-        return [
-            f"all {total:,} sequences are in {journal.folder} already: nothing is generated, only summed up again"
-        ]
-    return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is generated"]
+        return [f"all {total:,} sequences are in {journal.folder} already: nothing is {done}, only summed up again"]
+    return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is {done}"]
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -488,15 +485,9 @@ class Evaluation:
             self.recordings.append(recording)
             # it goes first: on a GPU, policies decide kernel by kernel while it runs
             stream.sequences.sort(key=lambda s: s.number != TRACED)
-        began = dict[int, float]()
-        each, last = 0.0, time.perf_counter()  # seconds that a sequence would have if it had decoded from the start
+        seconds = Seconds()
         for advanced in stream.advances():
-            now = time.perf_counter()
-            if len(advanced[0].tokens) <= 1:  # a step that has only read prompts
-                began |= {s.number: each - (now - last) / len(advanced) for s in advanced}
-            else:
-                each += (now - last) / len(advanced)
-            last = now
+            seconds.step(advanced)
             step(len(advanced))
             ended = [s for s in advanced if s.finish_reason]
             if recording is not None and any(s.number == TRACED for s in ended):
@@ -505,7 +496,7 @@ class Evaluation:
                 self._say_why_not_finite(stream)
             for s, held in zip(ended, measure.take(ended), strict=True):
                 shares = {name: x for watch in watches for name, x in watch.take(s).items()}
-                yield self._record(stream, s, keys[s.number], held, each - began.pop(s.number), shares)
+                yield self._record(stream, s, keys[s.number], held, seconds.take(s), shares)
 
     def _say_why_not_finite(self, stream: Stream) -> None:
         """Say once in a run why logits were not finite. MinithinkError: a weight is not, so no answer counts."""

@@ -214,7 +214,7 @@ def test_seconds_are_shared(model: Path, problems: Path, tmp_path: Path, monkeyp
 
     shares: dict[int, float] = {}
     monkeypatch.setattr(Stream, "_advance", tick)
-    monkeypatch.setattr(runner.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     assert main(options(model, problems, tmp_path)) == 0
     records = read(tmp_path).records
     assert {int(r.id[1:]): r.seconds for r in records} == pytest.approx(shares)
@@ -879,9 +879,9 @@ def test_a_resumption_of_nothing_is_a_beginning(
 @pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "all 5 sequences")])
 def test_what_resume_says_of_what_is_there(there: int, said: str) -> None:
     journal: Any = type("Opened", (), {"records": [None] * there, "replaced": None, "folder": "x"})
-    [note] = runner._about_before(journal, True, 5)
+    [note] = runner.about_before(journal, True, 5)
     assert said in note
-    assert runner._about_before(journal, False, 5) == []
+    assert runner.about_before(journal, False, 5) == []
 
 
 def test_answers_that_no_text_can_meet_are_said(

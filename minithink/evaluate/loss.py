@@ -1,0 +1,325 @@
+"""The loss of any text under any policy.
+
+A text is read token by token, as if the model had generated it, and the policy evicts as it would then. The loss of
+every next token is kept. There is no sampling noise, so a few texts tell policies apart that need hundreds of
+generated answers.
+
+A cell is a policy at a budget, as in an evaluation (`runner.py`), and so are the journal, `--resume` and the batch,
+whose shape never changes: no loss depends on an interruption or on the order of the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from minithink.checkpoint.weights import checkpoint_hash, resolve
+from minithink.cli.commands import INTERRUPTED, SCHEDULES, location, natural, positive
+from minithink.engine import DTYPES, PROMPT_TOKENS, TINY, Engine, load, refuse_recorded, share_of
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
+from minithink.evaluate import loss_summary
+from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read
+from minithink.evaluate.loss_summary import LossRow
+from minithink.evaluate.meter import Held, Seconds, meter
+from minithink.evaluate.plan import Cell, Spec, budgets, plan
+from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
+from minithink.evaluate.summary import FULL
+from minithink.evaluate.texts import STDLIB, Text, read_texts, text_ids
+from minithink.kv.sizes import check_budget
+from minithink.policies import split
+from minithink.results import origin
+from minithink.results.progress import progress
+from minithink.results.sources import source_of
+from minithink.sequence import Track
+from minithink.stream import Stream
+
+LENGTH = 1536  # tokens of a text
+HELP = (
+    "The full cache is always run, too, because the others are compared with it. Written to DIR: config.json, a "
+    "line of results.jsonl for each text and policy, and results.json."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `evaluate loss`."""
+    add = parser.add_argument
+    add(
+        "--texts",
+        default=STDLIB,
+        metavar="WHERE",
+        help="a text file, a .jsonl file with a field `text`, a folder of texts, or stdlib: source files of the "
+        "Python that runs, drawn by lot (default: stdlib)",
+    )
+    add("--policies", "--policy", type=split, metavar="P,P,…", help="as in rkv:buffer=16,window,kivi (default: full)")
+    add(
+        "--budgets",
+        type=budgets,
+        default=[],
+        metavar="N,N,…",
+        help="for the policies that take one and do not name it: tokens that a KV head holds (256,512), or shares of "
+        "each text's length, its prompt included (0.25,0.5)",
+    )
+    add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
+    add(
+        "--prompt-tokens",
+        type=positive,
+        default=PROMPT_TOKENS,
+        metavar="N",
+        help=f"the first tokens of a text are read at once, and have no loss (default: {PROMPT_TOKENS})",
+    )
+    add(
+        "--length",
+        type=positive,
+        default=LENGTH,
+        metavar="N",
+        help=f"tokens of a text at most; what lies behind is left out (default: {LENGTH:,})",
+    )
+    add("--limit", type=positive, metavar="N", help="only the first N texts; of stdlib, how many are drawn "
+        "(default: all; of stdlib 20)")  # fmt: skip
+    add("--seed", type=natural, default=0, help="of the draw of stdlib's texts, and of intervals (default: 0)")
+    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add(
+        "--calibration",
+        type=location,
+        metavar="FOLDER",
+        help="where minithink.calibrate wrote its files (default: beside the model)",
+    )
+    add(
+        "--batch-size",
+        type=positive,
+        metavar="N",
+        help=f"rows at once (default: as many as there are texts, at most {GPU_BATCH} on a GPU, else {CPU_BATCH})",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--backend", default="auto", help="auto, reference, triton")
+    add("--output-dir", type=location, required=True, metavar="DIR", help="where the results go")
+    add("--resume", action="store_true", help="finish what an earlier start with the same options left in DIR")
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Read the texts, write the summary, print the table."""
+    rows = measure(args, origin.command("minithink.evaluate", argv))
+    if rows is None:
+        return INTERRUPTED
+    loss_summary.show(rows)
+    _say(f"written to {args.output_dir}: {loss_summary.RESULTS}")
+    return 0
+
+
+def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
+    """Read what is not in the journal yet → a row for each policy and budget; None: Ctrl-C came, and the user was
+    told.
+
+    Args:
+        args: the options of `add_arguments`.
+        command: the command line, for the record.
+    """
+    cells = cells_of(args)
+    texts = read_texts(args.texts, length=args.length, limit=args.limit, seed=args.seed)
+    engine = load(
+        args.model, device=args.device, dtype=args.dtype, backend=args.backend, calibration=args.calibration
+    )
+    if args.length > engine.config.max_position:
+        raise UsageError(
+            f"--length is {args.length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
+            "at most as many."
+        )
+    calibration = calibrations(engine, cells)
+    reading = Reading(engine, texts, args, cells)
+    reading.check(cells)
+    settings = reading.settings
+    if calibration:
+        settings["calibration"] = calibration
+    total = len(cells) * len(texts)
+    about = {
+        "command": command,
+        "date": origin.date(),
+        "commit": origin.commit(),
+        "machine": origin.machine(engine.device),
+        "versions": origin.versions(),
+        "sequences_total": total,
+    }
+    folder = args.output_dir
+    with Journal(folder, settings, resume=args.resume, allow=FREE, about=about) as journal:
+        said = about_before(journal, args.resume, total, "read")
+        for note in [*journal.notes, *sorted(engine.cautions), *said]:
+            _say(note)
+        try:
+            _run(reading, cells, journal)
+        except KeyboardInterrupt:
+            _say(
+                f"interrupted: {len(journal.done):,} of {total:,} texts are in {folder}; give the same command with "
+                "--resume to read the rest"
+            )
+            return None
+    records = read(folder).records
+    if all(record.finish_reason == NON_FINITE for record in records):
+        raise MinithinkError(
+            f"The logits of all {len(records):,} texts were not finite, so there is nothing to sum up: try another "
+            "--dtype or another checkpoint."
+        )
+    rows = loss_summary.summarize(records, args.seed, settings["policies"])
+    loss_summary.write(folder, rows, settings)
+    return rows
+
+
+def cells_of(args: argparse.Namespace) -> list[Cell]:
+    """The cells of a run, the full cache first. UsageError: as of `plan.plan`, and
+    for a policy that foresees recorded texts."""
+    specs = None if args.policies is None else [Spec(text, args.schedule) for text in args.policies]
+    planned = plan(specs, args.budgets, args.schedule)
+    others = [cell for cell in planned if cell.policy != FULL]
+    for cell in others:
+        refuse_recorded(cell.make())
+    return [Cell(Spec(FULL, args.schedule), None), *others]
+
+
+def _run(reading: Reading, cells: Sequence[Cell], journal: Journal) -> None:
+    """Read the cells in turn: of each, the texts that are not in the journal."""
+    for number, cell in enumerate(cells, 1):
+        keys = reading.keys(cell)
+        todo = {key for key in keys if key not in journal.done}
+        if not todo:
+            continue
+        before = [record for record in journal.records if record.key in set(keys)]
+        label = f"{cell} ({number} of {len(cells)})"
+        tokens = sum(record.generated_tokens for record in before)
+        with progress(len(keys), len(before), label, tokens=tokens, graded=0) as advance:
+            for record in reading.records(cell, todo, advance.step):
+                journal.append(record)
+                advance(None)
+        gc.collect()  # streams and graphs refer to each other, and the next cell needs their memory
+
+
+class Reading:
+    """The texts, the model and the settings, which all cells share."""
+
+    def __init__(
+        self, engine: Engine, texts: Sequence[Text], args: argparse.Namespace, cells: Sequence[Cell]
+    ) -> None:
+        self.engine = engine
+        self.texts = texts
+        self.prompt_tokens = args.prompt_tokens
+        self.ids = text_ids(engine, texts, prompt_tokens=args.prompt_tokens, length=args.length)
+        most = GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH
+        self.batch_size = args.batch_size or min(most, len(texts))
+        self.has_said_why = False
+        self.settings: dict[str, Any] = {
+            INSTRUMENT: "loss",
+            "model": args.model,
+            "checkpoint": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
+            "dataset": args.texts if args.texts == STDLIB else Path(args.texts).name,
+            "texts": {text.name: text.digits for text in texts},
+            "prompt_tokens": args.prompt_tokens,
+            "length": args.length,
+            "policies": list(dict.fromkeys(cell.policy for cell in cells)),
+            "budgets": list(args.budgets),
+            "schedule": args.schedule,
+            "seed": args.seed,
+            "batch_size": self.batch_size,
+            "dtype": str(engine.dtype).removeprefix("torch."),
+            "backend": engine.decoder.backend.name,
+            "device": engine.device.type,
+        }
+        backend = self.settings["backend"]
+        self.settings[SOURCES] = {cell.policy: source_of(cell.make(), backend) for cell in cells}
+
+    def keys(self, cell: Cell) -> list[Key]:
+        """The keys of all texts of a cell, in their order."""
+        return [Key(*cell.name, text.name, 0) for text in self.texts]
+
+    def budgets(self, cell: Cell) -> list[int | None]:
+        """Tokens that the policy may keep of each text, if its budget is a share."""
+        return [share_of(cell.budget, len(ids)) for ids in self.ids]
+
+    def check(self, cells: Sequence[Cell]) -> None:
+        """UsageError: a budget is too small for its policy and a text."""
+        for cell in cells:
+            for text, tokens in zip(self.texts, self.budgets(cell), strict=True):
+                try:
+                    check_budget(cell.make() if tokens is None else cell.make(tokens), self.prompt_tokens)
+                except UsageError as error:
+                    if tokens is None:
+                        raise
+                    raise UsageError(
+                        f"{cell.policy}: the share {cell.budget} comes to {tokens:,} tokens of {escaped(text.name)}; "
+                        f"give a larger share, or tokens ({str(error).rstrip('.')})."
+                    ) from None
+
+    def records(self, cell: Cell, wanted: Collection[Key], step: Callable[[int], object]) -> Iterator[Record]:
+        """Read a cell → the records of the wanted texts, in the order in which they end.
+
+        Args:
+            cell: the policy and its budget.
+            wanted: the texts that are read.
+            step: called after every step with the number of its new tokens.
+        """
+        stream = self.stream(cell)
+        measure = meter(stream)
+        keys = self.keys(cell)
+        chosen = [s for s in stream.sequences if keys[s.number] in wanted]
+        stream.sequences = in_order(chosen, [s.limit for s in chosen])
+        seconds = Seconds()
+        for advanced in stream.advances():
+            seconds.step(advanced)
+            step(len(advanced))
+            ended = [s for s in advanced if s.finish_reason]
+            if any(s.finish_reason == NON_FINITE for s in ended) and not self.has_said_why:
+                self.has_said_why = True
+                _say(f"{stream.diagnose()} Such texts count in no mean")
+            for s, held in zip(ended, measure.take(ended), strict=True):
+                yield self._record(s, keys[s.number], held, seconds.take(s))
+
+    def stream(self, cell: Cell) -> Stream:
+        """The stream of a cell's texts, each with its own budget."""
+        own = self.budgets(cell)
+        shares = [tokens for tokens in own if tokens is not None]
+        policy = cell.make(max(shares)) if shares else cell.make()
+        # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
+        stream = self.engine.reading(
+            self.ids,
+            None if cell.policy == FULL else policy,
+            prompt_tokens=self.prompt_tokens,
+            batch_size=self.batch_size,
+            fixed=True,
+        )
+        stream.ahead = True
+        stream.accounts = False  # the meter counts bytes, between two steps
+        for s in stream.sequences:
+            s.budget = own[s.number]
+        return stream
+
+    def _record(self, s: Track, key: Key, held: Held, seconds: float) -> Record:
+        return Record(
+            policy=key.policy,
+            budget=key.budget,
+            id=key.id,
+            sample=key.sample,
+            group="",
+            right=None,
+            found=None,
+            finish_reason=s.finish_reason,
+            prompt_tokens=len(s.prompt),
+            generated_tokens=len(s.tokens),
+            thinking_tokens=0,
+            kv_bytes_peak=held.bytes_peak,
+            kv_bytes_mean=held.bytes_mean,
+            tokens_peak=held.tokens_peak,
+            tokens_mean=held.tokens_mean,
+            steps=held.steps,
+            evicting_steps=held.evicting_steps,
+            seconds=seconds,
+            text_sha=self.texts[s.number].digits,
+            budget_tokens=s.budget,
+            counts=s.counts or None,
+            losses=[float(f"{loss:.9g}") for loss in s.losses],  # nine digits are enough for each float32
+        )
+
+
+def _say(text: str) -> None:
+    print(f"minithink.evaluate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -1,0 +1,346 @@
+"""`evaluate loss`: what is recorded of each text, what a resumed run gives, what is summed up, what is refused.
+
+To run it alone: pytest tests/evaluate/test_loss.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import minithink.loop as loop_module
+from minithink.engine import load
+from minithink.errors import NON_FINITE, UsageError
+from minithink.evaluate import texts
+from minithink.evaluate.__main__ import main
+from minithink.evaluate.journal import Record, read
+from minithink.evaluate.loss_summary import BAND, distance, summarize
+from minithink.evaluate.texts import read_texts
+from minithink.stream import Stream
+from tests.evaluate.test_runner import interrupt
+from tests.fixtures_checkpoint import CONTEXT
+from tests.test_loop import Launched
+
+torch.set_num_threads(1)
+
+WORDS = ("Alpha sits left of Bravo. ", "Who sits third from the left? ", "12 34 äöü € ")
+POLICIES = "window,rkv:budget=20,buffer=4,alpha=4,kivi:group=16,residual=16"
+PROMPT, LENGTH = 9, 90
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three texts of different lengths, one of them in a folder of its own."""
+    where = tmp_path / "texts"
+    (where / "b").mkdir(parents=True)
+    (where / "a.txt").write_text(WORDS[0] * 7)
+    (where / "b" / "c.txt").write_text(WORDS[1] * 30)
+    (where / "z.txt").write_text("\ufeff" + WORDS[2] * 8)
+    (where / ".hidden").write_bytes(b"\x00")
+    return where
+
+
+def words(model: Path, where: Path | str, output: Path, **changed: Any) -> list[str]:
+    """The command line; an option that is None is left out, one that is True has no value."""
+    given: dict[str, Any] = {
+        "model": model,
+        "texts": where,
+        "output_dir": output,
+        "device": "cpu",
+        "policies": POLICIES,
+        "budgets": "0.4",
+        "prompt_tokens": PROMPT,
+        "length": LENGTH,
+        **changed,
+    }
+    line = ["loss"]
+    for name, value in given.items():
+        if value is not None:
+            line += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return line
+
+
+def recorded(output: Path) -> dict[Any, Record]:
+    return {r.key: replace(r, seconds=0.0) for r in read(output).records}
+
+
+# -- what is recorded
+
+
+def test_what_is_recorded_is_what_the_engine_says(
+    model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model, folder, tmp_path / "out")) == 0
+    engine = load(model, device="cpu")
+    names = ("a.txt", "b/c.txt", "z.txt")
+    contents = (WORDS[0] * 7, WORDS[1] * 30, WORDS[2] * 8)
+    ids = [engine.text_ids(content)[:LENGTH] for content in contents]
+    assert sorted(map(len, ids))[0] < LENGTH == max(map(len, ids))
+    found = recorded(tmp_path / "out")
+    assert len(found) == 4 * 3
+    for policy, budget in (("full", None), ("window", 0.4), ("rkv:budget=20,buffer=4,alpha=4", 20)):
+        given = None if budget == 20 else budget
+        want = engine.loss(ids, None if policy == "full" else policy, given, PROMPT, batch_size=1)
+        for name, one, text in zip(names, want, ids, strict=True):
+            r = found[policy, budget, name, 0]
+            assert r.losses == pytest.approx(one.losses, abs=1e-5)
+            assert (r.prompt_tokens, r.generated_tokens, r.steps) == (
+                PROMPT,
+                len(text) - PROMPT,
+                len(text) - PROMPT - 1,
+            )
+            assert (r.finish_reason, r.right) == ("length", None)
+            assert r.budget_tokens == (round(0.4 * len(text)) if budget == 0.4 else None)
+            assert r.tokens_peak == (len(text) - 1 if budget is None else pytest.approx(one.kv_tokens, abs=4))
+            assert 0 < r.kv_bytes_mean <= r.kv_bytes_peak
+            assert r.evicting_steps > 0 or budget is None
+            assert np.float32(r.losses[0]).item() == pytest.approx(r.losses[0], rel=1e-9)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    policies = [row["policy"] for row in results["rows"]]
+    assert policies == ["full", "window", "rkv:budget=20,buffer=4,alpha=4", "kivi:group=16,residual=16"]
+    assert list(results["settings"]["texts"]) == list(names)
+    out = capsys.readouterr()
+    assert "| window | 40 % (" in out.out
+    assert "written to" in out.err
+
+
+def test_an_interrupted_run_gives_what_a_whole_one_does(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit for bit, whatever was read before, and in whichever order."""
+    assert main(words(model, folder, tmp_path / "whole")) == 0
+    for after in (2, 4, 7):
+        with monkeypatch.context() as patch:
+            interrupt(patch, after)
+            code = main(words(model, folder, tmp_path / "parts", resume=True if after > 2 else None))
+        assert code == 130
+        assert f"interrupted: {after} of 12 texts" in capsys.readouterr().err
+    assert main(words(model, folder, tmp_path / "parts")) == 2
+    assert "add --resume" in capsys.readouterr().err
+    assert main(words(model, folder, tmp_path / "parts", resume=True, seed=1)) == 2
+    assert "seed 0 and 1" in capsys.readouterr().err
+    assert main(words(model, folder, tmp_path / "parts", resume=True)) == 0
+    assert "7 of 12 sequences are in" in capsys.readouterr().err
+    assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
+    assert main(words(model, folder, tmp_path / "parts", resume=True)) == 0
+    assert "nothing is read" in capsys.readouterr().err
+
+
+def test_graphs_record_what_calls_do(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for graphs: one cache for all texts, rows that are idle, and the meter on the device."""
+    given = {"policies": "window,rkv:budget=20,buffer=4,alpha=4", "batch_size": 2}
+    assert main(words(model, folder, tmp_path / "calls", **given)) == 0
+    monkeypatch.setattr(loop_module, "Captured", Launched)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Launched if cache.capturable else None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    make = Stream._make_cache
+
+    def fit(self: Stream, policy: Any) -> Any:
+        self.loaded.columns = "fit"
+        return make(self, policy)
+
+    monkeypatch.setattr(Stream, "_make_cache", fit)
+    assert main(words(model, folder, tmp_path / "graphs", **given)) == 0
+    want = recorded(tmp_path / "calls")
+    for key, r in recorded(tmp_path / "graphs").items():
+        assert r.losses == pytest.approx(want[key].losses, abs=2e-5)
+        assert (r.tokens_mean, r.steps, r.evicting_steps) == (
+            want[key].tokens_mean,
+            want[key].steps,
+            want[key].evicting_steps,
+        )
+
+
+# -- the texts
+
+
+def test_stdlib_is_a_fixed_choice(tmp_path: Path) -> None:
+    """The same files for the same seed, long enough, in the order of their names."""
+    found = read_texts("stdlib", length=1536)
+    assert found == read_texts("stdlib", length=1536)
+    assert len(found) == texts.SOURCES
+    assert [text.name for text in found] == sorted({text.name for text in found})
+    assert all(len(text.content.encode()) >= 8 * 1536 for text in found)
+    assert found != read_texts("stdlib", length=1536, seed=1)
+    assert len(read_texts("stdlib", length=600, limit=4)) == 4
+
+
+def test_lines_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n')
+    assert [(text.name, text.content) for text in read_texts(str(path), length=9)] == [
+        ("t.jsonl:1", "one"),
+        ("t.jsonl:3", "two"),
+    ]
+
+
+def test_a_long_text_is_tokenized_as_far_as_it_is_needed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load(model, device="cpu")
+    for content in (WORDS[0] * 500, " " * 4000 + WORDS[0]):
+        text = texts.Text("t", "x" + content)
+        [ids] = texts.text_ids(engine, [text], prompt_tokens=1, length=20)
+        assert ids == engine.text_ids(text.content)[:20]
+
+
+@pytest.mark.parametrize(
+    ("content", "changed", "said"),
+    [
+        (b"", {}, "The text .*t.txt is empty"),
+        (b" \n", {}, "The text .*t.txt is empty"),
+        (b"ab\x00c", {}, r"t.txt is no text, but a binary file \(byte 2 is 0\)"),
+        (b"ab\xff", {}, r"t.txt is no text \(byte 2 is not UTF-8\)"),
+        (b"a b", {}, "t.txt has 3 tokens, of which the first 9 are the prompt"),
+        (None, {}, "t.txt cannot be read: No such file"),
+        (b"a b c d " * 50, {"length": CONTEXT + 1}, f"--length is {CONTEXT + 1} tokens, and the model's context"),
+        (b"a b c d " * 50, {"policies": "wndow"}, "did you mean window"),
+        (b"a b c d " * 50, {"policies": "kivi"}, "None of the policies kivi leaves its budget open"),
+        (b"a b c d " * 50, {"budgets": "1.5"}, "is no budget"),
+        (
+            b"a b c d " * 50,
+            {"policies": "window:protect_prompt=true", "budgets": "0.05"},
+            r"the share 0.05 comes to 4 tokens of t.txt; give a larger share, .*give at least 10",
+        ),
+        (b"a b c d " * 50, {"policies": "answer_oracle", "budgets": "40"}, "answer_oracle foresees recorded texts"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes | None,
+    changed: dict[str, Any],
+    said: str,
+) -> None:
+    path = tmp_path / "t.txt"
+    if content is not None:
+        path.write_bytes(content)
+    assert main(words(model, path, tmp_path / "out", **changed)) in (1, 2)
+    err = capsys.readouterr().err
+    assert len(err.strip().splitlines()) == 1
+    assert re.search(said, err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_and_lines_without_texts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is a folder without texts"):
+        read_texts(str(tmp_path), length=9)
+    path = tmp_path / "t.jsonl"
+    for line, said in (("{", "jsonl:1 is not valid JSON"), ('{"words": 1}', "jsonl:1 has no text in a field")):
+        path.write_text(line)
+        with pytest.raises(UsageError, match=said):
+            read_texts(str(path), length=9)
+    with pytest.raises(UsageError, match=r"source files of .* bytes, and 20 texts are wanted"):
+        read_texts("stdlib", length=10**7)
+
+
+# -- the summary
+
+
+def record(policy: str, name: str, losses: list[float], **changed: Any) -> Record:
+    fields: dict[str, Any] = {
+        "policy": policy, "budget": None, "id": name, "sample": 0, "group": "", "right": None, "found": None,
+        "finish_reason": "length", "prompt_tokens": 4, "generated_tokens": len(losses), "thinking_tokens": 0,
+        "kv_bytes_peak": 100, "kv_bytes_mean": 50.0, "tokens_peak": 8.0, "tokens_mean": 4.0,
+        "steps": len(losses) - 1, "evicting_steps": 0, "seconds": 1.0, "text_sha": "0", "losses": losses, **changed,
+    }  # fmt: skip
+    return Record(**fields)
+
+
+def test_a_text_counts_once_and_pairs_are_by_text() -> None:
+    full = [record("full", "a", [1.0] * 10), record("full", "b", [3.0] * 2), record("full", "c", [2.0] * 4)]
+    mine = [
+        record("window", "a", [1.0] * 5 + [2.0] * 5, budget=0.5, budget_tokens=6),
+        record("window", "b", [4.0, 4.0], budget=0.5, budget_tokens=3),
+        record("window", "c", [9.0], budget=0.5, finish_reason=NON_FINITE),
+    ]
+    first, second = summarize([*mine, *full], policies=["full", "window"])
+    assert (first.policy, first.above, first.texts, first.non_finite) == ("full", None, 3, 0)
+    assert first.loss == pytest.approx(2.0)
+    assert (second.texts, second.tokens, second.non_finite, second.budget_tokens) == (2, 12, 1, 4.5)
+    assert second.loss == pytest.approx((1.5 + 4) / 2)
+    assert second.above is not None
+    assert second.above.mean == pytest.approx((0.5 + 1) / 2)
+    assert (second.above.texts, second.above.low, second.above.high) == (2, 0.5, 1.0)
+    # of a: positions 7 to 13 are behind 6 tokens, of which 7 and 8 are as with the full cache
+    assert second.behind is not None
+    assert second.behind.mean == pytest.approx((5 / 7 + 1) / 2)
+    assert [distance(mine[0], position) for position in (5, 6, 7, 8)] == [None, None, 0, 1]
+    assert distance(record("window", "a", [1.0], budget=6), 7) == 0
+    assert distance(record("kivi", "a", [1.0]), 7) is None
+
+
+def test_bands_are_of_the_texts_that_reach_them() -> None:
+    short, long = 20, 2 * BAND
+    full = [record("full", "a", [1.0] * short), record("full", "b", [1.0] * long)]
+    mine = [
+        record("window", "a", [2.0] * short, budget=10),
+        record("window", "b", [4.0] * (BAND - 4) + [6.0] * (BAND + 4), budget=10),
+    ]
+    row = summarize([*full, *mine])[1]
+    assert [(band.first, band.last, band.above.texts) for band in row.by_position] == [
+        (0, BAND - 1, 2), (BAND, 2 * BAND - 1, 1), (2 * BAND, 3 * BAND - 1, 1),
+    ]  # fmt: skip
+    assert [band.above.mean for band in row.by_position] == [2.0, 5.0, 5.0]
+    assert row.by_position[1].above.low is None
+    assert [band.above.texts for band in row.by_distance] == [2, 1]
+    assert row.behind is not None
+    assert row.behind.texts == 2
+
+
+def test_the_interval_is_over_texts() -> None:
+    """As many tokens as there are make it no narrower."""
+    few = [record("full", str(i), [1.0] * 2) for i in range(6)]
+    few += [record("window", str(i), [1.0 + i] * 2) for i in range(6)]
+    many = [record("full", str(i), [1.0] * 200) for i in range(6)]
+    many += [record("window", str(i), [1.0 + i] * 200) for i in range(6)]
+    rows = [summarize(records)[1].above for records in (few, many)]
+    assert rows[0] == rows[1]
+    assert rows[0] is not None
+    assert rows[0].low is not None
+    assert 0.5 < rows[0].low < 2.5 < (rows[0].high or 0) < 4.5
+
+
+def test_losses_of_a_record_are_checked(tmp_path: Path) -> None:
+    one = record("full", "a", [1.0, 0.25])
+    assert Record.from_dict(json.loads(one.to_json())) == one
+    for losses in ([-1.0], [float("nan")], ["1"], [True]):
+        with pytest.raises(ValueError, match="losses holds"):
+            record("full", "a", losses)
+    with pytest.raises(ValueError, match="must be a list"):
+        Record.from_dict({**json.loads(one.to_json()), "losses": 1})
+
+
+def test_a_text_whose_logits_are_not_finite_counts_in_no_mean(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_next = Stream._read_next
+
+    def spoilt(self: Stream, sequences: Any) -> list[int]:
+        read = read_next(self, sequences)
+        return [
+            -1 if s.number == 1 and len(s.tokens) == 3 else token for s, token in zip(sequences, read, strict=True)
+        ]
+
+    monkeypatch.setattr(Stream, "_read_next", spoilt)
+    assert main(words(model, folder, tmp_path / "out", policies="window")) == 0
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    assert [(row["texts"], row["non_finite"]) for row in rows] == [(2, 1), (2, 1)]
+    assert capsys.readouterr().err.count("Such texts count in no mean") == 1
+
+
+def test_another_instrument_in_the_folder_is_refused(
+    model: Path, folder: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words(model, folder, tmp_path / "out", policies="window")) == 0
+    given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
+    assert main([*given, "--output-dir", str(tmp_path / "out"), "--resume"]) == 2
+    assert "holds a run with other settings" in capsys.readouterr().err
