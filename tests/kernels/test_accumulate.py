@@ -40,8 +40,10 @@ def test_equal_their_twins(
     g = torch.Generator().manual_seed(seed)
     (layers, n, heads), rows = shape, shape[1] + 2
     at = torch.randperm(rows, generator=g)[:n]
-    known = (torch.full((layers, rows, heads, entries), ref.NOWHERE, dtype=torch.int32),
-             torch.zeros(layers, rows, heads, entries))  # fmt: skip
+    known = (
+        torch.full((layers, rows, heads, entries), ref.NOWHERE, dtype=torch.int32),
+        torch.zeros(layers, rows, heads, entries),
+    )
     ours = tuple(x.to(DEVICE, copy=True) for x in known)
     begin = list(range(min(first, entries)))
     lanes = {(i, j, h): begin.copy() for i in range(layers) for j in range(n) for h in range(heads)}

@@ -62,7 +62,19 @@ def test_nothing_to_anneal(shape: tuple[int, ...]) -> None:
     state = torch.zeros(4, shape[-1], dtype=torch.uint8, device=DEVICE)
     cases = torch.zeros(2, 4, dtype=torch.int32, device=DEVICE)
     none = torch.zeros(shape[1], dtype=torch.int32, device=DEVICE)
-    goal = anneal(size, size[..., 0] if shape[-1] else none[None, :, None], state, state, cases, none.long(), none,
-                  none.bool(), 4, (4, 2), True, True)  # fmt: skip
+    goal = anneal(
+        size,
+        size[..., 0] if shape[-1] else none[None, :, None],
+        state,
+        state,
+        cases,
+        none.long(),
+        none,
+        none.bool(),
+        4,
+        (4, 2),
+        True,
+        True,
+    )
     assert goal.shape == (shape[1], shape[-1])
     assert not cases.any()

@@ -14,18 +14,22 @@ from tests.kernels.device import DEVICE
 
 
 @given(
-    shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]), width=st.integers(0, 40),
-    sigma=st.sampled_from([0.0, 0.1, 1.0]), lies=st.sampled_from(["whole", "wide", "turned"]),
+    shape=st.sampled_from([(1, 1, 1), (2, 3, 2), (1, 2, 3), (0, 1, 2), (1, 0, 2)]),
+    width=st.integers(0, 40),
+    sigma=st.sampled_from([0.0, 0.1, 1.0]),
+    lies=st.sampled_from(["whole", "wide", "turned"]),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_equals_its_twin(shape: tuple[int, int, int], width: int, sigma: float, lies: str, seed: int) -> None:
     """Lanes of differing length, rows in any order; positions in a wider tensor, or with any strides."""
     g = torch.Generator().manual_seed(seed)
     (layers, n, heads), rows, tokens = shape, shape[1] + 2, 60
     number = torch.randint(9, (rows, tokens), generator=g, dtype=torch.int32)
     penalty = torch.rand(rows, 9, generator=g) * (torch.rand(rows, 9, generator=g) < 0.5)
-    pos = torch.stack([torch.randperm(tokens, generator=g)[: width + 3].sort().values
-                       for _ in range(layers * n * heads)] or [torch.empty(0)]).int()  # fmt: skip
+    pos = torch.stack(
+        [torch.randperm(tokens, generator=g)[: width + 3].sort().values for _ in range(layers * n * heads)]
+        or [torch.empty(0)]
+    ).int()
     pos = pos.view(*shape, width + 3)
     held = torch.randint(width + 1, shape, generator=g)
     pos = torch.where(torch.arange(width + 3) < held[..., None], pos, -1)

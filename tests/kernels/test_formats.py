@@ -33,15 +33,31 @@ from tests.quant.draw import E4M3, FORMATS, POINTS
 
 
 @triton.jit
-def _decode(p_in, p_out, n, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARAMS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _decode(
+    p_in,
+    p_out,
+    n,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_out + i, decode_code(tl.load(p_in + i, i < n, 0), KIND, BITS, PARAMS), i < n)
 
 
 @triton.jit
-def _encode(p_in, p_out, n, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARAMS: tl.constexpr,
-            BLOCK: tl.constexpr):  # fmt: skip
+def _encode(
+    p_in,
+    p_out,
+    n,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_out + i, encode_code(tl.load(p_in + i, i < n, 0.0), KIND, BITS), i < n)
 

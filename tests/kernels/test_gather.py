@@ -54,9 +54,15 @@ def one_by_one(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most:
     seed=st.integers(0, 2**31),
 )
 def test_every_token_moves_once(
-    units: tuple[int, ...], tokens: int, most: int, words: int, lanes: int, share: float, block: tuple[int, int],
+    units: tuple[int, ...],
+    tokens: int,
+    most: int,
+    words: int,
+    lanes: int,
+    share: float,
+    block: tuple[int, int],
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """Chains of slots that take over from each other; some lanes of a larger pool; slots of any number of words."""
     generator = torch.Generator().manual_seed(seed)
     source, moves, place, pages = moved(units, tokens, most, share, generator)

@@ -88,10 +88,14 @@ def agrees(logits: Tensor, seed: int, sequence: Tensor, position: Tensor) -> Non
 
 
 @given(
-    rows=st.integers(0, 3), columns=st.sampled_from([1, 2, 3, 63, 1000, 1023, 1024, 1025, 2050, 5001]),
-    gap=st.sampled_from([0, 3]), scale=st.sampled_from([0.0, 1.0, 10.0]), infinite=st.sampled_from([0.0, 0.5, 0.999]),
-    seed=U64, drawn=st.integers(0, 2**31),
-)  # fmt: skip
+    rows=st.integers(0, 3),
+    columns=st.sampled_from([1, 2, 3, 63, 1000, 1023, 1024, 1025, 2050, 5001]),
+    gap=st.sampled_from([0, 3]),
+    scale=st.sampled_from([0.0, 1.0, 10.0]),
+    infinite=st.sampled_from([0.0, 0.5, 0.999]),
+    seed=U64,
+    drawn=st.integers(0, 2**31),
+)
 def test_equals_its_twin(
     rows: int, columns: int, gap: int, scale: float, infinite: float, seed: int, drawn: int
 ) -> None:

@@ -44,9 +44,16 @@ def scores(kind: str, shape: tuple[int, ...], dtype: torch.dtype, generator: tor
     seed=st.integers(0, 2**31),
 )
 def test_equals_its_twin(
-    lead: tuple[int, ...], width: int, block: int, dtype: torch.dtype, kind: str, share: float, poison: float,
-    shared: bool, seed: int,
-) -> None:  # fmt: skip
+    lead: tuple[int, ...],
+    width: int,
+    block: int,
+    dtype: torch.dtype,
+    kind: str,
+    share: float,
+    poison: float,
+    shared: bool,
+    seed: int,
+) -> None:
     """Ties, neighbouring numbers, infinities; lanes without candidates; counts from −1 to more than there are."""
     generator = torch.Generator().manual_seed(seed)
     score = scores(kind, (*lead, width), dtype, generator)

@@ -28,9 +28,17 @@ from tests.kernels.test_keep_best import INF, NAN, scores
     seed=st.integers(0, 2**31),
 )
 def test_equals_its_twin(
-    lead: tuple[int, ...], heads: int, width: int, block: int, dtype: torch.dtype, kind: str, share: float,
-    poison: float, certain: int, seed: int,
-) -> None:  # fmt: skip
+    lead: tuple[int, ...],
+    heads: int,
+    width: int,
+    block: int,
+    dtype: torch.dtype,
+    kind: str,
+    share: float,
+    poison: float,
+    certain: int,
+    seed: int,
+) -> None:
     """Ties within a lane and between lanes, infinities; lanes without candidates; floors and counts below 0, floors
     that come to more than the count, counts of more than there are."""
     generator = torch.Generator().manual_seed(seed)

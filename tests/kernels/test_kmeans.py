@@ -43,9 +43,18 @@ def same(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     seed=st.integers(0, 2**31),
 )
 def test_equals_its_twin(
-    sets: int, width: int, features: int, wide: int, power: int, dtype: torch.dtype, held: float, count: int,
-    poison: float, strided: bool, seed: int,
-) -> None:  # fmt: skip
+    sets: int,
+    width: int,
+    features: int,
+    wide: int,
+    power: int,
+    dtype: torch.dtype,
+    held: float,
+    count: int,
+    poison: float,
+    strided: bool,
+    seed: int,
+) -> None:
     """Whole numbers times a power of two: ties and doubles everywhere, exact in both; NaN where no member is."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-wide, wide + 1, (sets, width, features), generator=generator) * 2.0**power
@@ -80,9 +89,11 @@ def test_equal_fractions_are_equal_numbers() -> None:
 
 
 @given(
-    width=st.integers(2, 40), features=st.sampled_from([1, 2, 16]), reach=st.sampled_from([1, 3, 30, 100]),
+    width=st.integers(2, 40),
+    features=st.sampled_from([1, 2, 16]),
+    reach=st.sampled_from([1, 3, 30, 100]),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_where_one_has_to_go(width: int, features: int, reach: int, seed: int) -> None:
     """The later of the two that are nearest to each other; where several pairs are, the picks decide."""
     draw = torch.Generator().manual_seed(seed)
@@ -107,9 +118,12 @@ def _filled(p_label, p_own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
 
 
 @given(
-    k=st.integers(1, 40), empty=st.sets(st.integers(0, 39), max_size=12), members=st.integers(0, 64),
-    steps=st.sampled_from([3, 1000]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    k=st.integers(1, 40),
+    empty=st.sets(st.integers(0, 39), max_size=12),
+    members=st.integers(0, 64),
+    steps=st.sampled_from([3, 1000]),
+    seed=st.integers(0, 2**31),
+)
 def test_empty_clusters_are_filled(k: int, empty: set[int], members: int, steps: int, seed: int) -> None:
     """Any of them, while others in the same part or in other parts are not; ties in the distance."""
     generator, full = torch.Generator().manual_seed(seed), [i for i in range(k) if i not in empty]
@@ -189,8 +203,9 @@ def heaps(number: int, size: int, features: int, dtype: torch.dtype) -> tuple[Te
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_of_every_heap_survives(dtype: torch.dtype) -> None:
     x, heap = heaps(8, 16, 256, dtype)
-    kept = kmeans(x[None].to(DEVICE), torch.ones(1, 128, dtype=torch.bool, device=DEVICE),
-                  torch.tensor([8], device=DEVICE))  # fmt: skip
+    kept = kmeans(
+        x[None].to(DEVICE), torch.ones(1, 128, dtype=torch.bool, device=DEVICE), torch.tensor([8], device=DEVICE)
+    )
     assert sorted(heap[kept[0].cpu()].tolist()) == list(range(8))
 
 

@@ -36,9 +36,16 @@ def decided(k: Tensor, valid: Tensor, threshold: float) -> bool:
     data=st.data(),
 )
 def test_equals_its_twin(
-    shape: tuple[int, int, int], dim: int, dtype: torch.dtype, threshold: float, alike: float, scale: float,
-    shared: bool, holes: bool, data: st.DataObject,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int],
+    dim: int,
+    dtype: torch.dtype,
+    threshold: float,
+    alike: float,
+    scale: float,
+    shared: bool,
+    holes: bool,
+    data: st.DataObject,
+) -> None:
     """Lanes of differing length, some of them empty or of one key; NaN where not valid; keys that resemble each other
     more or less, some of them zero; strided keys."""
     b, hkv, s = shape

@@ -79,12 +79,21 @@ def drawn(
     keep = torch.where(torch.rand(shape, generator=g) < 0.1, 1, keep)  # almost all go
     tracked = torch.rand(n, generator=g) < 0.9
     return {
-        "mass": mass.masked_fill(pos < 0, torch.nan), "pos": pos, "held": held, "known": known, "at": at,
-        "budget": budget, "slack": slack, "keep": keep, "protected": prompt * (seed % 2), "prompt": prompt,
-        "t": torch.full((n,), NOW, dtype=torch.int32), "tracked": tracked,
+        "mass": mass.masked_fill(pos < 0, torch.nan),
+        "pos": pos,
+        "held": held,
+        "known": known,
+        "at": at,
+        "budget": budget,
+        "slack": slack,
+        "keep": keep,
+        "protected": prompt * (seed % 2),
+        "prompt": prompt,
+        "t": torch.full((n,), NOW, dtype=torch.int32),
+        "tracked": tracked,
         "counted": tracked[:, None] & (torch.rand(shape, generator=g) < 0.9),
         "summed": tracked & (torch.rand(n, generator=g) < 0.5),
-    }  # fmt: skip
+    }
 
 
 def on_device(x: Any) -> Any:
@@ -137,9 +146,18 @@ def both(arguments: dict[str, Any], lam: float, *options: Any) -> tuple[Any, ...
     seed=st.integers(0, 2**31),
 )
 def test_equals_its_twin(
-    shape: tuple[int, int, int], most: int, slack: int, astray: float, few: bool, block: int, lam: float, p: float,
-    birth: int, scored: bool, seed: int,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int],
+    most: int,
+    slack: int,
+    astray: float,
+    few: bool,
+    block: int,
+    lam: float,
+    p: float,
+    birth: int,
+    scored: bool,
+    seed: int,
+) -> None:
     """Ties of masses and of histories; one token goes, many or none; lists that lost tokens elsewhere; protected
     prompts; more tokens than entries; empty lanes; rows that are not tracked; NaN behind the last token."""
     arguments = drawn(shape, most, slack, astray, birth, few, seed)
@@ -153,12 +171,21 @@ def one_lane(pos: Tensor, mass: Tensor, known: Known, t: int, keep: int, prompt:
     row, count = torch.ones(1, dtype=torch.bool), torch.tensor([[[len(pos)]]], dtype=torch.int32)
     number = torch.tensor([prompt], dtype=torch.int32)
     return {
-        "mass": mass.view(1, 1, 1, -1), "pos": pos.int().view(1, 1, 1, -1), "held": count, "known": known,
-        "at": torch.zeros(1, dtype=torch.int64), "budget": torch.full_like(count, known[0].shape[1] - 1), "slack": 0,
-        "keep": torch.full_like(count, keep), "protected": number, "prompt": number,
-        "t": torch.tensor([t], dtype=torch.int32), "tracked": row, "counted": row[:, None].expand(1, 1, 1),
+        "mass": mass.view(1, 1, 1, -1),
+        "pos": pos.int().view(1, 1, 1, -1),
+        "held": count,
+        "known": known,
+        "at": torch.zeros(1, dtype=torch.int64),
+        "budget": torch.full_like(count, known[0].shape[1] - 1),
+        "slack": 0,
+        "keep": torch.full_like(count, keep),
+        "protected": number,
+        "prompt": number,
+        "t": torch.tensor([t], dtype=torch.int32),
+        "tracked": row,
+        "counted": row[:, None].expand(1, 1, 1),
         "summed": row,
-    }  # fmt: skip
+    }
 
 
 def nothing(entries: int) -> Known:
@@ -170,11 +197,16 @@ def nothing(entries: int) -> Known:
 @pytest.mark.parametrize(
     ("sixteenths", "p", "want"),
     [
-        ([5, 1, 3, 3, 2, 2], 0.9, {0, 2, 3, 4, 5}), ([5, 1, 3, 3, 2, 2], 0.75, {0, 2, 3, 4}),
-        ([5, 1, 3, 3, 2, 2], 0.5, {0, 2}), ([5, 1, 3, 3, 2, 2], 1.0, {0, 1, 2, 3, 4, 5}), ([15, 1, 0, 0], 0.9, {0}),
-        ([15, 1, 0, 0], 1.0, {0, 1}), ([12, 2, 1, 1], 0.9, {0, 1, 2}), ([4, 2, 2, 4], 0.8, {0, 1, 3}),
+        ([5, 1, 3, 3, 2, 2], 0.9, {0, 2, 3, 4, 5}),
+        ([5, 1, 3, 3, 2, 2], 0.75, {0, 2, 3, 4}),
+        ([5, 1, 3, 3, 2, 2], 0.5, {0, 2}),
+        ([5, 1, 3, 3, 2, 2], 1.0, {0, 1, 2, 3, 4, 5}),
+        ([15, 1, 0, 0], 0.9, {0}),
+        ([15, 1, 0, 0], 1.0, {0, 1}),
+        ([12, 2, 1, 1], 0.9, {0, 1, 2}),
+        ([4, 2, 2, 4], 0.8, {0, 1, 3}),
     ],
-)  # fmt: skip
+)
 def test_hits_by_hand(sixteenths: list[int], p: float, want: set[int]) -> None:
     n, known = len(sixteenths), nothing(9)
     both(one_lane(torch.arange(n), torch.tensor(sixteenths) / 16, known, 50, n), 0.6, p, 1, False)

@@ -39,14 +39,29 @@ def test_equals_its_twin(
 
 
 @given(
-    n=st.integers(1, 5), before=st.integers(0, 3), heads=st.integers(1, 9), after=st.integers(0, 3),
-    width=st.sampled_from([64, 80, 128]), gap=st.sampled_from([0, 0, 5]), every=st.sampled_from([1, 2]),
-    dtype=st.sampled_from(list(ROUNDING)), of_heads=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    n=st.integers(1, 5),
+    before=st.integers(0, 3),
+    heads=st.integers(1, 9),
+    after=st.integers(0, 3),
+    width=st.sampled_from([64, 80, 128]),
+    gap=st.sampled_from([0, 0, 5]),
+    every=st.sampled_from([1, 2]),
+    dtype=st.sampled_from(list(ROUNDING)),
+    of_heads=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 def test_heads_inside_a_projection(
-    n: int, before: int, heads: int, after: int, width: int, gap: int, every: int, dtype: torch.dtype, of_heads: bool,
+    n: int,
+    before: int,
+    heads: int,
+    after: int,
+    width: int,
+    gap: int,
+    every: int,
+    dtype: torch.dtype,
+    of_heads: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """Rows that are read from a slice of something larger, the rest of which is poisoned."""
     generator = torch.Generator().manual_seed(seed)
     whole = torch.full((n * every, before + heads + after, width + gap), torch.nan, device=DEVICE, dtype=dtype)

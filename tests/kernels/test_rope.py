@@ -23,10 +23,15 @@ def angles(n: int, half: int, generator: torch.Generator) -> tuple[torch.Tensor,
 
 
 @given(
-    n=st.integers(0, 5), before=st.integers(0, 3), heads=st.integers(1, 19), after=st.integers(0, 3),
-    half=st.sampled_from([1, 5, 16, 32, 40, 64, 128]), dtype=st.sampled_from(list(ROUNDING)),
-    scale=st.sampled_from([1e-3, 1.0, 1e4]), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    n=st.integers(0, 5),
+    before=st.integers(0, 3),
+    heads=st.integers(1, 19),
+    after=st.integers(0, 3),
+    half=st.sampled_from([1, 5, 16, 32, 40, 64, 128]),
+    dtype=st.sampled_from(list(ROUNDING)),
+    scale=st.sampled_from([1e-3, 1.0, 1e4]),
+    seed=st.integers(0, 2**31),
+)
 def test_equals_its_twin(
     n: int, before: int, heads: int, after: int, half: int, dtype: torch.dtype, scale: float, seed: int
 ) -> None:

@@ -68,9 +68,15 @@ def test_a_long_lane() -> None:
     pos = torch.stack([torch.randperm(6000, generator=g)[:4000].sort().values for _ in range(2)]).int()[None, :, None]
     held = torch.tensor([4000, 3100], dtype=torch.int32).view(1, 2, 1)
     arguments = [
-        score, pos, held, torch.tensor([2, 0]), torch.tensor([100, 60], dtype=torch.int32),
-        torch.full_like(held, 1500), torch.full_like(held, 700), torch.ones_like(held, dtype=torch.bool),
-    ]  # fmt: skip
+        score,
+        pos,
+        held,
+        torch.tensor([2, 0]),
+        torch.tensor([100, 60], dtype=torch.int32),
+        torch.full_like(held, 1500),
+        torch.full_like(held, 700),
+        torch.ones_like(held, dtype=torch.bool),
+    ]
     want = ref.select(*arguments)
     assert int(want.sum()) > 2000
     assert_same("select", select(*(x.to(DEVICE) for x in arguments)), want)

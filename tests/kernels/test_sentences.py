@@ -17,9 +17,12 @@ WORDS = (b"Wait", b"ing", b",", b" again", b".\n", b"\n\n", b"Alt", b"ernatively
 
 
 @given(
-    n=st.integers(0, 5), idle=st.integers(0, 2), block=st.sampled_from([2, 16]), steps=st.integers(1, 12),
+    n=st.integers(0, 5),
+    idle=st.integers(0, 2),
+    block=st.sampled_from([2, 16]),
+    steps=st.integers(1, 12),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_equals_its_twin(n: int, idle: int, block: int, steps: int, seed: int) -> None:
     """Several rows, step by step, in any order; some are not active; tokens that the table lacks."""
     g = torch.Generator().manual_seed(seed)

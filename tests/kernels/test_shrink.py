@@ -65,9 +65,16 @@ def test_extreme_scales(scale: float) -> None:
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [("int4", "int2:group=32"), ("int4", "int2:by=token"), ("int4", "int2:params=fp32"), ("int4", "int8"),
-     ("int4", "int2s"), ("nvfp4", "int2"), ("nvfp4", "nvfp4")],
-)  # fmt: skip
+    [
+        ("int4", "int2:group=32"),
+        ("int4", "int2:by=token"),
+        ("int4", "int2:params=fp32"),
+        ("int4", "int8"),
+        ("int4", "int2s"),
+        ("nvfp4", "int2"),
+        ("nvfp4", "nvfp4"),
+    ],
+)
 def test_other_formats_are_refused(source: str, target: str) -> None:
     codes = torch.zeros(3, 16, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match="cannot be shrunk"):

@@ -24,22 +24,40 @@ def known_of(rows: int, d: int, most: int, tokens: int, device: Any) -> tuple[Te
     count = torch.zeros(rows, 2, dtype=torch.int32, device=device)
     count[:, 0] = 1
     return (
-        torch.zeros(rows, d, device=device), torch.zeros(rows, most, d, device=device),
+        torch.zeros(rows, d, device=device),
+        torch.zeros(rows, most, d, device=device),
         torch.zeros(rows, tokens + 2, device=device),
-        torch.zeros(rows, tokens + 1, dtype=torch.int32, device=device), count,
-    )  # fmt: skip
+        torch.zeros(rows, tokens + 1, dtype=torch.int32, device=device),
+        count,
+    )
 
 
 @given(
-    n=st.integers(0, 3), idle=st.integers(0, 2), d=st.sampled_from([1, 5, 16, 40]), most=st.sampled_from([1, 3, 7]),
-    steps=st.integers(1, 24), ends=st.sampled_from([0.2, 0.6, 1.0]), alike=st.sampled_from([0.0, 1.0, 4.0]),
-    tau=st.sampled_from([0.0, 0.3, 0.95, 1.0]), dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
-    zeros=st.booleans(), seed=st.integers(0, 2**31),
-)  # fmt: skip
+    n=st.integers(0, 3),
+    idle=st.integers(0, 2),
+    d=st.sampled_from([1, 5, 16, 40]),
+    most=st.sampled_from([1, 3, 7]),
+    steps=st.integers(1, 24),
+    ends=st.sampled_from([0.2, 0.6, 1.0]),
+    alike=st.sampled_from([0.0, 1.0, 4.0]),
+    tau=st.sampled_from([0.0, 0.3, 0.95, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    zeros=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
 def test_equals_its_twin(
-    n: int, idle: int, d: int, most: int, steps: int, ends: float, alike: float, tau: float, dtype: torch.dtype,
-    zeros: bool, seed: int,
-) -> None:  # fmt: skip
+    n: int,
+    idle: int,
+    d: int,
+    most: int,
+    steps: int,
+    ends: float,
+    alike: float,
+    tau: float,
+    dtype: torch.dtype,
+    zeros: bool,
+    seed: int,
+) -> None:
     """Several rows, step by step, some not active; more sentences than the ring holds; hidden states of zeros."""
     g = torch.Generator().manual_seed(seed)
     rows, common = n + idle, torch.randn(d, generator=g)

@@ -46,9 +46,17 @@ def weights(kind: str, shape: tuple[int, ...], share: float, generator: torch.Ge
     seed=st.integers(0, 2**31),
 )
 def test_equals_its_twin(
-    lead: tuple[int, ...], heads: int, width: int, kind: str, share: float, held: float, poison: float,
-    shared: bool, strided: bool, seed: int,
-) -> None:  # fmt: skip
+    lead: tuple[int, ...],
+    heads: int,
+    width: int,
+    kind: str,
+    share: float,
+    held: float,
+    poison: float,
+    shared: bool,
+    strided: bool,
+    seed: int,
+) -> None:
     """Bit for bit: weights at the very border, rows without tokens, of one, of equal ones; NaN where none is; one
     mask for all heads or for all rows."""
     generator = torch.Generator().manual_seed(seed)

@@ -33,8 +33,12 @@ def test_equals_its_twin(
     known = [torch.zeros(layers, rows, heads, entries, dtype=torch.int32) for _ in range(2 + gaps)]
     known[0].fill_(ref.NOWHERE)
     ours, t = [x.clone().to(DEVICE) for x in known], torch.zeros(n, dtype=torch.int32)
-    lanes = {(i, j, h): list(range(int(prompt[j])))[:entries - 1]
-             for i in range(layers) for j in range(n) for h in range(heads)}  # fmt: skip
+    lanes = {
+        (i, j, h): list(range(int(prompt[j])))[: entries - 1]
+        for i in range(layers)
+        for j in range(n)
+        for h in range(heads)
+    }
     for _ in range(steps):
         active = torch.rand(n, generator=g) < 0.8
         t += active

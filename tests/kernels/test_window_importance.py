@@ -29,9 +29,16 @@ DTYPES = [(x, x) for x in (torch.float32, torch.float16, torch.bfloat16)] + [(to
     data=st.data(),
 )
 def test_equals_its_twin(
-    shape: tuple[int, int, int, int], window: int, dim: int, dtypes: tuple[torch.dtype, torch.dtype],
-    kernel_size: int, pooling: str, scale: float, shared: bool, data: st.DataObject,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    window: int,
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    kernel_size: int,
+    pooling: str,
+    scale: float,
+    shared: bool,
+    data: st.DataObject,
+) -> None:
     """Lanes of differing beginning and length, some of them empty or of one key; NaN where not valid; flat and very
     sharp attention; strided queries and keys."""
     b, hkv, _, s = shape

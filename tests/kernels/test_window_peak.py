@@ -29,9 +29,16 @@ DTYPES = [(x, x) for x in (torch.float32, torch.float16, torch.bfloat16)] + [(to
     data=st.data(),
 )
 def test_equals_its_twin(
-    shape: tuple[int, int, int, int], window: int, dim: int, dtypes: tuple[torch.dtype, torch.dtype],
-    fuse: str, scale: float, shared: bool, strided: bool, data: st.DataObject,
-) -> None:  # fmt: skip
+    shape: tuple[int, int, int, int],
+    window: int,
+    dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    fuse: str,
+    scale: float,
+    shared: bool,
+    strided: bool,
+    data: st.DataObject,
+) -> None:
     """Keys valid here and there, lanes that are empty or have one valid key; NaN where not valid; flat and very sharp
     attention; strided queries, keys and flags."""
     b, hkv, _, s = shape
