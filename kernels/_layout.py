@@ -62,25 +62,26 @@ class Cache(NamedTuple):
     overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
 
 
-def cache(pages: Any) -> Cache:
+def cache(store: Any) -> Cache:
     """The constants of a store that do not depend on the format."""
-    shape = pages.shape
+    shape = store.shape
     group = shape.query_heads // shape.kv_heads
     return Cache(
         kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
         tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
-        head_lanes=0 if shape.scope == "head" else 1, most=pages.table.most,
-        ring=pages.ring.shape[3], dtype=_formats.dtype_name(pages.dtype),
+        head_lanes=0 if shape.scope == "head" else 1, most=store.slots.table.stride,
+        ring=store.ring.shape[3], dtype=_formats.dtype_name(store.dtype),
     )  # fmt: skip
 
 
-def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
+def half(store: Any, f: int, which: str, dtype: torch.dtype) -> Half:
     """Where the keys ("k") or values ("v") of format f lie, and how they are decoded for a model of type `dtype`.
 
     Raises:
         ValueError: the parameters of the values are not aligned behind those of the keys.
     """
-    lay, lanes, dim = pages.layouts[f], pages.shape.sharing, pages.shape.head_dim
+    pages, lanes, dim = store.pages, store.shape.sharing, store.shape.head_dim
+    lay = pages.layouts[f]
     fmt, start = (lay.k, 0) if which == "k" else (lay.v, lay.k_codes)
     side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
     side_start, by_token = 0 if which == "k" else lay.k_side, fmt.by == "token"
@@ -95,7 +96,7 @@ def half(pages: Any, f: int, which: str, dtype: torch.dtype) -> Half:
     word = fmt.bits // 8 if planes == 1 else planes * fmt.bits // 8  # bytes
     count = dim // planes
     page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
-    row = pages.scale_rows.shape[-1]
+    row = pages.group_params.shape[-1]
     if not by_token and (side_slot % size or side_start % size):
         raise ValueError(f"the parameters of {fmt} are not aligned beside those of {lay.k}: choose other groups")
     of = 4 if fast else size
@@ -114,13 +115,14 @@ def ring_half(c: Cache) -> Half:
     return Half("plain", 0, 0, False, False, 1, c.dim, block, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
+def words(store: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
     """The pool and the parameters as words and numbers of format f, as its halves k and v count them.
 
     Returns:
         Codes of the keys and of the values, parameters of both, and the rows of key scales. Each is the store's
         whole tensor, viewed as another type.
     """
+    pages = store.pages
     lay = pages.layouts[f]
 
     def codes(fmt: Any, h: Half) -> Tensor:
@@ -132,7 +134,7 @@ def words(pages: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
         dtype = torch.int32 if h.fast and h.kind == "int" else _formats.params_dtype(fmt)
         return pages.side.view(dtype) if fmt.group else pages.side
 
-    rows = pages.scale_rows
+    rows = pages.group_params
     if k.by_token:
         rows = rows.view(torch.int32 if k.fast else _formats.params_dtype(lay.k))
     return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k, k), params(lay.v, v), rows

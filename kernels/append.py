@@ -192,6 +192,7 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
         The rotated queries: [N, Hq, D] in the dtype of `q`, contiguous.
     """
     store, (n, heads, dim), kv_heads = writer.store, q.shape, k.shape[1]
+    pages = store.pages
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
@@ -205,13 +206,13 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     if writer.index is not None:
         launches.append((RING, writer.index[None, :, None], store.ring.shape[3], store.ring, *plain))
     for f, base in writer.bases.items():
-        lay = store.layouts[f]
+        lay = pages.layouts[f]
         k_half, v_half = plain if lay.plain else halves(lay.k, lay.v, dim)
-        pool = store.pool.view(store.dtype) if lay.plain else store.pool
-        launches.append((f, base[..., 0], store.nowhere(f), pool, k_half, v_half))
+        pool = pages.pool.view(store.dtype) if lay.plain else pages.pool
+        launches.append((f, base[..., 0], pages.nowhere(f), pool, k_half, v_half))
     for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
         _append[n, kv_heads](
-            q, k, v, cos, sin, out, writer.at, at, codes, store.side, store.scale, layer, limit,
+            q, k, v, cos, sin, out, writer.at, at, codes, pages.side, pages.scale, layer, limit,
             store.shape.layers, store.shape.rows, *strides, *steps(at),
             place(store, f, heads // kv_heads, dtype), k_half, v_half, i == 0, *tile,
             num_warps=warps(*tile), enable_fp_fusion=False,
@@ -226,13 +227,13 @@ def steps(of: Tensor) -> list[int]:
 
 def place(store: Any, f: int, group: int, dtype: str) -> Place:
     """How the slots of a format lie in a store, or the places of its ring."""
-    shape, ring = store.shape, store.ring.shape[3] if f == RING else 0
+    shape, pages, ring = store.shape, store.pages, store.ring.shape[3] if f == RING else 0
     slots, slot, side_slot = 0, 2 * shape.head_dim, 0
     if f != RING:
-        lay = store.layouts[f]
+        lay = pages.layouts[f]
         size = store.dtype.itemsize if lay.plain else 1
-        slots, slot = lay.slots, store.pool.shape[-1] // lay.slots // size
-        side_slot = store.side.shape[-1] // lay.slots
+        slots, slot = lay.slots, pages.pool.shape[-1] // lay.slots // size
+        side_slot = pages.side.shape[-1] // lay.slots
     return Place(
         kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, format=f,
         slots=slots, slot=slot, side_slot=side_slot, layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,

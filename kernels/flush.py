@@ -116,22 +116,22 @@ def flush(writer: Any) -> None:
     Args:
         writer: knows the rows, the slot of each token, and the rows of scales for groups of keys by token.
     """
-    pages, dim = writer.store, writer.store.shape.head_dim
-    n, heads, layers = len(writer.at), pages.shape.kv_heads, pages.shape.layers
+    store, pages, dim = writer.store, writer.store.pages, writer.store.shape.head_dim
+    n, heads, layers = len(writer.at), store.shape.kv_heads, store.shape.layers
     if not n:
         return
     for f, base in writer.bases.items():
         lay = pages.layouts[f]
-        dtype = dtype_name(pages.dtype)
+        dtype = dtype_name(store.dtype)
         k, v = plain_halves(dtype, dim) if lay.plain else halves(lay.k, lay.v, dim, lay.by_token)
-        pool = pages.pool.view(pages.dtype) if lay.plain else pages.pool
+        pool = pages.pool.view(store.dtype) if lay.plain else pages.pool
         group = writer.groups[f] if lay.by_token else base
-        tokens = power_of_2(min(lay.k.group if lay.by_token else TOKENS, pages.storage.buffer))
-        where = place(pages, f, 1, dtype)._replace(ring=pages.storage.buffer)
-        _flush[n * heads, layers, triton.cdiv(pages.storage.buffer, tokens)](
-            pages.ring, writer.at, base, group, pool, pages.side, pages.scale_rows, pages.scale,
-            pages.nowhere(f), pages.shape.rows, pages.scale_rows.shape[-1], *steps(base), *steps(group), where, k, v,
-            lay.by_token, tokens, power_of_2(dim),
+        tokens = power_of_2(min(lay.k.group if lay.by_token else TOKENS, store.storage.buffer))
+        where = place(store, f, 1, dtype)._replace(ring=store.storage.buffer)
+        _flush[n * heads, layers, triton.cdiv(store.storage.buffer, tokens)](
+            store.ring, writer.at, base, group, pool, pages.side, pages.group_params, pages.scale,
+            pages.nowhere(f), store.shape.rows, pages.group_params.shape[-1], *steps(base), *steps(group), where,
+            k, v, lay.by_token, tokens, power_of_2(dim),
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

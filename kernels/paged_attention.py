@@ -276,18 +276,19 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         mass: float32 [N, Hkv, S] ([N, Hq, S] with "none"), 0 where there is no token; None if `group` is None, or if
             it was written where `read.into` says.
     """
-    pages = read.pages
-    if pages.storage.lag:
+    store = read.store
+    lists, pages = store.lists, store.pages
+    if store.storage.lag:
         raise ValueError("values that lag behind their keys (Storage.lag) are not read here: use the reference")
     n, hq, d = q.shape
-    c = in_parts(cache(pages), n * pages.shape.kv_heads, q.device)
-    width, rows = pages.place.shape[-1], pages.shape.rows
-    t, seen = min(layer, pages.place.shape[0] - 1), pages.seen
-    formats, ring = sorted(pages.used), pages.ring.shape[3] > 0
+    c = in_parts(cache(store), n * store.shape.kv_heads, q.device)
+    width, rows = lists.place.shape[-1], store.shape.rows
+    t, seen = min(layer, lists.place.shape[0] - 1), lists.seen
+    formats, ring = sorted(store.slots.used), store.ring.shape[3] > 0
     in_format = most_parts(seen, c.base, c.short)
     parts = len(formats) * in_format + ring
     several = len(formats) if len(formats) > 1 or ring else 0
-    place, column, count = read.by_format if several else (pages.place, pages.place, pages.count)
+    place, column, count = read.by_format if several else (lists.place, lists.place, lists.count)
     how = "" if group is None else "logits"
     if how and q.dtype != torch.float32 and not several and group != "max_logit":
         how = "relative"
@@ -304,17 +305,17 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     # for each format, then for the ring: its number, format, halves and memory, its parts, tokens of a block, options
     work = list[tuple[Any, ...]]()
     for i, f in enumerate(formats):
-        k, v = half(pages, f, "k", q.dtype), half(pages, f, "v", q.dtype)
+        k, v = half(store, f, "k", q.dtype), half(store, f, "v", q.dtype)
         block, options = shape_of_program(c, k, v, n * c.kv_heads)
-        work.append((i, f, k, v, words(pages, f, k, v), in_format, block, options))
+        work.append((i, f, k, v, words(store, f, k, v), in_format, block, options))
     if ring:
         k = ring_half(c)
-        work.append((several, 0, k, k, (pages.ring,) * 5, 1, 16, {"num_warps": 4}))
+        work.append((several, 0, k, k, (store.ring,) * 5, 1, 16, {"num_warps": 4}))
     launches = [
         partial(
             _attend[n * c.kv_heads, programs],
             q, part, part_lse, noted, top, read.numbers, place, column, count,
-            *memory, pages.scale_row, pages.scale[f, 0], pages.scale[f, 1], pages.ring,
+            *memory, store.slots.group_of, pages.scale[f, 0], pages.scale[f, 1], store.ring,
             d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
             c, k, v, i, several, i == len(formats), how, tokens, **options,
         )
@@ -325,7 +326,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
     out, lse = merge(part, part_lse, read.numbers, count, t, in_format, rows, c, several, q.dtype)
     if group is None:
         return out, None
-    return out, mass(noted, top, lse, read.numbers, pages.count, t, rows, c, group, how, block, seen, read.into)
+    return out, mass(noted, top, lse, read.numbers, lists.count, t, rows, c, group, how, block, seen, read.into)
 
 
 def variants() -> Iterator[Variant]:

@@ -208,11 +208,12 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     Returns:
         bool [Lt, R, Ht, S], the tokens that go.
     """
-    pages = read.pages
-    if pages.shape.scope == "sequence":
+    store = read.store
+    if store.shape.scope == "sequence":
         raise ValueError("lanes of several layers that share a table have no keys in common: use the reference")
     lt, n, ht, segments = size.shape
-    seen, device = pages.seen, size.device
+    slots, place = store.slots, store.lists.place
+    seen, device = store.lists.seen, size.device
     units = lt * n * ht
     # One tensor, cleared by one launch: the numbers of listed segments, then the flags of the tokens that go.
     room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
@@ -224,18 +225,18 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     block = min(LISTED, max(16, power_of_2(segments)))
     _list[(units,)](numbers, listed, size, goal, n, ht, segments, NARROW=NARROW, BLOCK=block, num_warps=1)
 
-    c, launches = cache(pages), list[Callable[[], object]]()
+    c, launches = cache(store), list[Callable[[], object]]()
     for which, wide in reversed([*enumerate(sizes(longest))]):
         programs = min(PROGRAMS[which], units * segments)
-        for i, f in enumerate(pages.home):
-            k, v = (half(pages, f, side, torch.float32) for side in ("k", "v"))
-            codes, _, params, _, scales = words(pages, f, k, v)
+        for i, f in enumerate(slots.home):
+            k, v = (half(store, f, side, torch.float32) for side in ("k", "v"))
+            codes, _, params, _, scales = words(store, f, k, v)
             launches.append(partial(
                 _survive[(programs,)],
                 drop, torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device),
                 numbers[which], listed[which:], first, size, goal, read.numbers,
-                pages.place, pages.table.format, codes, params, scales, pages.scale_row, pages.scale[f, 0],
-                pages.ring, n, pages.shape.rows, segments, pages.place.shape[-1], seen,
+                place, slots.table.format, codes, params, scales, slots.group_of, store.pages.scale[f, 0],
+                store.ring, n, store.shape.rows, segments, place.shape[-1], seen,
                 c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
                 num_warps=warps(wide[-1]), num_stages=STAGES,
             ))  # fmt: skip

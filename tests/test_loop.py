@@ -370,7 +370,7 @@ def test_too_small_a_pool() -> None:
     tokens = [1, 2]
     for _ in range(4):  # a page each, with four slots
         tokens = loop.step([0, 1], tokens)
-    assert manager.store.table.pages.free == units
+    assert manager.store.slots.table.free_pages.free == units
     with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
         loop.step([0, 1], tokens)
     assert [manager.length(seq) for seq in (0, 1)] == [12, 8]
@@ -385,7 +385,7 @@ def test_the_last_page_suffices() -> None:
     loop, tokens = DecodeLoop(decoder, manager, SamplingParams(temperature=0)), [1]
     for _ in range(8):
         tokens = loop.step([5], tokens)
-    assert (manager.length(5), manager.store.table.pages.free) == (12, 0)
+    assert (manager.length(5), manager.store.slots.table.free_pages.free) == (12, 0)
     with pytest.raises(MinithinkError, match="exhausted"):
         loop.step([5], tokens)
 
@@ -623,19 +623,19 @@ class Careful(Launched):
     def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
         rows, store = range(self.cache.shape.rows), self.cache.store
         before = [content(self.cache, row) | observed(self.cache, row) for row in rows]
-        free = store.table.pages.free, store.free_rows.free
+        free = store.slots.table.free_pages.free, store.slots.free_groups.free
         super().__init__(run, values, out, pool)
         for row, want in enumerate(before):
             assert_same_content(f"row {row}, captured", content(self.cache, row) | observed(self.cache, row), want)
-        assert (store.table.pages.free, store.free_rows.free) == free
-        assert not store.overflow
+        assert (store.slots.table.free_pages.free, store.slots.free_groups.free) == free
+        assert not store.slots.overflow
         self.host = self.decided()
 
     def decided(self) -> tuple[Any, ...]:
         """Width, formats, and where things are."""
         store = self.cache.store
         addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache.accounts.observed())]
-        return store.seen, set(store.used), self.cache.captures_decisions, addresses
+        return store.lists.seen, set(store.slots.used), self.cache.captures_decisions, addresses
 
     def replay(self, values: Tensor) -> Tensor:
         assert self.decided() == self.host
@@ -717,11 +717,11 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
         assert tokens[: len(seqs)].tolist() == [last[seq] for seq in seqs]
         last.update(zip(seqs, drawn, strict=True))
         assert_same_state(f"{policy}, step {i}", got, want, last, exact=False)
-        held = store.count.amax((0, 2)).tolist()
-        assert all(most >= n for most, n in zip(store.most, held, strict=True))
-        assert store.seen == store.columns >= max(held)
-        assert {f for seq in last for f in formats(got, seq)} <= store.used | {255}
-        widths.append(store.seen)
+        held = store.lists.count.amax((0, 2)).tolist()
+        assert all(most >= n for most, n in zip(store.lists.longest, held, strict=True))
+        assert store.lists.seen == store.lists.columns >= max(held)
+        assert {f for seq in last for f in formats(got, seq)} <= store.slots.used | {255}
+        widths.append(store.lists.seen)
         for seq in [seq for seq in last if got.length(seq) == ends[seq]]:
             for manager in (got, want):
                 manager.leave(seq)
@@ -773,7 +773,7 @@ def test_a_pool_that_is_too_small_here_too(by_loop: bool) -> None:
 
     for _ in range(4):  # a page each, with four slots
         tokens = step()
-    assert manager.store.table.pages.free == 4
+    assert manager.store.slots.table.free_pages.free == 4
     for _ in range(2):
         with pytest.raises(MinithinkError, match=r"The KV pool of 24 pages is exhausted: use a smaller --batch-size"):
             step()
@@ -813,14 +813,14 @@ def test_a_buffer_without_room_is_noticed_by_the_next_step(by_loop: bool) -> Non
     manager = manager_for(
         decoder, Full(storage=storage), backend=ONE_BY_ONE, rows=1, columns="fit", pages=4 * 2, poison=False
     )
-    size = manager.store.layouts[1].slots
+    size = manager.store.pages.layouts[1].slots
     manager.join(0, 60, 1)
     feed(decoder, manager, {0: [1]})
     loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0))
     step = (lambda token: loop.step([0], [token])) if by_loop else lambda token: feed(decoder, manager, {0: [token]})
     for i in range(2 * size + 3):  # two pages a unit are full, and the buffer with this token
         step(i % 9)
-    assert bool(manager.store.overflow)
+    assert bool(manager.store.slots.overflow)
     assert (manager.length(0), manager.store.waiting) == (2 * size + 4, [0])
     with pytest.raises(MinithinkError, match="The KV pool of 8 pages is exhausted"):
         step(1)

@@ -35,6 +35,7 @@ from minithink.kv.contract import Evict, OpenSegment, Policy, Shape, Storage, ke
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted, printed
 from minithink.model import Rope
@@ -128,8 +129,8 @@ class Toy:
             self.length[row] += 1
 
     def evict(self, row: int, letters: str) -> None:
-        drop = torch.zeros_like(self.store.positions(), dtype=torch.bool)  # [1, rows, 1, tokens]
-        for column, position in enumerate(self.store.positions()[0, row, 0].tolist()):
+        drop = torch.zeros_like(self.store.lists.positions(), dtype=torch.bool)  # [1, rows, 1, tokens]
+        for column, position in enumerate(self.store.lists.positions()[0, row, 0].tolist()):
             drop[0, row, 0, column] = position >= 0 and self.letter(row, position) in letters
         self.store.evict(drop)
 
@@ -140,10 +141,10 @@ class Toy:
         """(page, slot) → the letter of the token that lives there, read from the store's lists."""
         found = {}
         for row in range(len(self.length)):
-            places, positions = self.store.place[0, row, 0].tolist(), self.store.pos[0, row, 0].tolist()
+            places, positions = self.store.lists.place[0, row, 0].tolist(), self.store.lists.pos[0, row, 0].tolist()
             for place, position in zip(places, positions, strict=True):
                 if position >= 0:
-                    found[divmod(place, self.store.table.most)] = self.letter(row, position)
+                    found[divmod(place, self.store.slots.table.stride)] = self.letter(row, position)
         return found
 
 
@@ -178,7 +179,7 @@ def draw(panels: list[tuple[str, dict]], pages: int = 6, per_page: int = 4) -> N
 
 
 toy = Toy()
-free = [toy.store.table.pages.free]
+free = [toy.store.slots.table.free_pages.free]
 panels = []
 toy.append(0, 6)
 panels.append(("A to F arrive", toy.slots()))
@@ -187,8 +188,8 @@ panels.append(("another sequence: a to c", toy.slots()))
 toy.append(0, 4)
 panels.append(("G to J", toy.slots()))
 draw(panels)
-print("free pages:", toy.store.table.pages.free, "of", toy.store.table.pages.count)
-assert toy.store.table.pages.free == 2
+print("free pages:", toy.store.slots.table.free_pages.free, "of", toy.store.slots.table.free_pages.count)
+assert toy.store.slots.table.free_pages.free == 2
 
 # %% [markdown]
 # The first sequence has pages 0, 1 and 3, the second has page 2. Nobody reserved anything. What is wasted is at most
@@ -213,11 +214,11 @@ table(toy.store)
 # Now B, C and H are evicted. Watch the memory itself, the tensor `pool`.
 
 # %%
-before = toy.store.pool.clone()
+before = toy.store.pages.pool.clone()
 panels = [("before", toy.slots())]
 toy.evict(0, "BCH")
 panels.append(("without B, C and H", toy.slots()))
-assert torch.equal(toy.store.pool, before), "an eviction should not touch keys and values"
+assert torch.equal(toy.store.pages.pool, before), "an eviction should not touch keys and values"
 table(toy.store)
 
 # %% [markdown]
@@ -239,7 +240,7 @@ table(toy.store)
 where = {letter: place for place, letter in toy.slots().items()}
 assert (where["K"], where["L"], where["M"]) == ((0, 1), (0, 2), (1, 3)), "the holes should be filled first"
 assert (where["N"], where["O"]) == ((3, 2), (3, 3))
-assert toy.store.table.pages.free == 2
+assert toy.store.slots.table.free_pages.free == 2
 
 # %% [markdown]
 # Five tokens came, three had gone, and no page was opened: K and L took the slots of B and C, M that of H.
@@ -252,9 +253,9 @@ assert toy.store.table.pages.free == 2
 # RoPE. We check that: attention over the slots as they lie in memory, and over the tokens as they stood in the text.
 
 # %%
-k, v = (x[0, 0] for x in toy.store.reader()(0))  # [tokens, 8] each, oldest token first
-position = toy.store.positions()[0, 0, 0]
-physical = toy.store.place[0, 0, 0, : len(k)].argsort()  # the order of the slots
+k, v = (x[0, 0] for x in Reading(toy.store)(0))  # [tokens, 8] each, oldest token first
+position = toy.store.lists.positions()[0, 0, 0]
+physical = toy.store.lists.place[0, 0, 0, : len(k)].argsort()  # the order of the slots
 q = torch.randn(8, generator=toy.noise)
 
 
@@ -315,8 +316,8 @@ for axis, scope in zip(axes, ("head", "layer", "sequence"), strict=True):
     positions = manager.positions(0).expand(L, Hkv, -1)  # [Lt, Ht, S], shared by all lanes that share a table
     lanes.scatter_(2, positions.clamp(min=0).long(), (positions >= 0).float())
     tables[scope] = manager.account(0).tables
-    print(f"{scope:10} {store.count.numel():8} {store.shape.sharing:17} "
-          f"{store.page_bytes * store.shape.sharing:17,} {tables[scope]:17,}")  # fmt: skip
+    print(f"{scope:10} {store.lists.count.numel():8} {store.shape.sharing:17} "
+          f"{store.pages.page_bytes * store.shape.sharing:17,} {tables[scope]:17,}")  # fmt: skip
     assert (lanes.sum(-1) == 20).all(), "every lane should hold its budget"
     axis.imshow(lanes.flatten(0, 1), cmap="Blues", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     axis.set(title=f'scope "{scope}"', xlabel="token of the prompt")
@@ -385,8 +386,8 @@ def generate(policy: Policy, kind: type[KVManager | PlainCache] = KVManager, mos
         run.held.append(manager.account(0).held)
         if kind is KVManager:
             store = manager.store
-            pages = store.table.pages.count - store.table.pages.free
-            run.paged.append(pages * store.page_bytes * store.shape.sharing)
+            pages = store.slots.table.free_pages.count - store.slots.table.free_pages.free
+            run.paged.append(pages * store.pages.page_bytes * store.shape.sharing)
         run.tokens.append(logits.argmax().item())  # greedy
         if run.tokens[-1] in engine.generation_config.stop_ids:
             break
@@ -466,7 +467,7 @@ axis.set(xlabel="generated tokens", ylabel="bytes (MiB)", xlim=(0, None), ylim=(
 axis.legend()
 plt.show()
 print(f"at the end: full {full.held[-1] / 2**20:.2f} MiB, window {window.held[-1] / 2**20:.2f} MiB")
-page = full.manager.store.page_bytes * full.manager.store.shape.sharing
+page = full.manager.store.pages.page_bytes * full.manager.store.shape.sharing
 waste = max(pages - held for pages, held in zip(full.paged, full.held, strict=True))
 print(f"a page of 16 tokens for all lanes has {page / 2**10:.0f} KiB; the full cache never wasted more than "
       f"{waste / 2**10:.0f} KiB")  # fmt: skip
@@ -496,7 +497,7 @@ owned = [*manager.store.tensors(), *manager.budgets.values(), *manager.policy.st
 assert ledger.total == sum(tensor.nbytes for tensor in owned)
 assert ledger.payload == 128 * config.kv_bytes_per_token(4), "payload should be the budget, to the byte"
 assert ledger.held == window.held[-1]  # of the only row
-print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {manager.store.table.pages.count} pages")
+print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {manager.store.pages.count} pages")
 
 # %% [markdown]
 # - `payload`: keys and values of the tokens that are held. `scales`: theirs, in formats of few bits (tutorial 4).
@@ -512,7 +513,7 @@ print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {mana
 
 # %%
 manager = KVManager(config, engine.rope, parse("full"), rows=4, tokens=1000, pages=20)
-pool = manager.store.table.pages
+pool = manager.store.slots.table.free_pages
 for seq, ids in enumerate(prompts):
     prefill(manager, ids, seq)
     print(f"{len(ids):4} tokens join; {pool.free:2} pages are free")

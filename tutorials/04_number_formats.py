@@ -33,6 +33,7 @@ import minithink
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
+from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.policies import parse as parse_policy
 from minithink.quant import e4m3, parse
@@ -342,7 +343,7 @@ def store_of(pair: str, dim: int = 128, count: int = 128) -> PagedStore:
     store = PagedStore(shape, Storage(thoughts=(pair,), buffer=16, block=16), pages=80)
     generator = torch.Generator().manual_seed(0)
     store.append([0], [count], [0]).write(0, *torch.randn(2, 1, count, 1, dim, generator=generator))
-    store.moves.settle(0, count)  # sixteen tokens at a time are quantized together
+    Moves(store).settle(0, count)  # sixteen tokens at a time are quantized together
     return store
 
 
@@ -354,7 +355,7 @@ def bytes_left(pair: str, survivors: list[int]) -> tuple[float, int]:
     store.evict(drop)
     ledger, left = store.account([0]), len(survivors)
     fp32 = 2 * 4  # one for K and one for V, of the layer
-    rows = store.free_rows.count - store.free_rows.free
+    rows = store.slots.free_groups.count - store.slots.free_groups.free
     own = 64 + 64 + 8 + (0 if rows else 8)  # by channel a key has its own eight scales
     assert ledger.payload + ledger.scales == left * own + rows * 128 + fp32, "the formula should be the ledger's"
     return (ledger.payload + ledger.scales - fp32) / left, rows

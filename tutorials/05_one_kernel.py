@@ -53,6 +53,8 @@ from minithink.bench.speed import steps
 from minithink.bench.speed.steps import Cut
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Shape, Storage
+from minithink.kv.reading import Reading
+from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.ref.merge import merge, partial_attention
 from minithink.ref.paged_attention import paged_attention as reference
@@ -771,8 +773,8 @@ def store_of(lengths: list[int], formats: tuple[str, ...] = ()) -> PagedStore:
     rows = list(range(len(lengths)))
     store.append(rows, lengths, [0] * len(rows)).write(0, k.to(device), v.to(device))
     for row in rows:
-        store.moves.measure(row)
-        store.moves.settle(row, lengths[row])
+        Moves(store).measure(row)
+        Moves(store).settle(row, lengths[row])
     return store
 
 
@@ -781,7 +783,7 @@ alone, beside = store_of([200]), store_of([200, 1100])
 ours = [
     steps.parts(q[:n], *steps.inputs(s, 0), longest=most)[0] for n, s, most in ((1, alone, 200), (2, beside, 1100))
 ]
-real = [paged_attention(q[:n], s.reader(), 0)[0][0] for n, s in ((1, alone), (2, beside))]
+real = [paged_attention(q[:n], Reading(s), 0)[0][0] for n, s in ((1, alone), (2, beside))]
 print(f"step 4:  parts of {steps.part_length(200)} alone, of {steps.part_length(1100)} beside; "
       f"difference {(ours[0] - ours[1]).abs().max():.1e}")  # fmt: skip
 print(f"real:    difference {(real[0] - real[1]).abs().max():.1e}")
@@ -793,8 +795,8 @@ assert 0 < (ours[0] - ours[1]).abs().max() < 1e-6
 
 # %%
 packed = store_of([70, 9], ("nvfp4",))
-want, want_mass = reference(q, packed.reader(), 0, "mean")
-got, mass = paged_attention(q, packed.reader(), 0, "mean")
+want, want_mass = reference(q, Reading(packed), 0, "mean")
+got, mass = paged_attention(q, Reading(packed), 0, "mean")
 print(f"NVFP4: output differs by {(got - want).abs().max():.1e}, mass by {(mass - want_mass).abs().max():.1e}; "
       f"the masses of a lane sum to {mass[0, 0].sum():.6f}")  # fmt: skip
 assert (got - want).abs().max() < 1e-5

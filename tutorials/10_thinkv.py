@@ -40,6 +40,7 @@ from minithink.config import ModelConfig
 from minithink.kv.contract import Demand, See
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.reading import Reading
 from minithink.kv.table import printed
 from minithink.model import Rope
 from minithink.policies.full import Full
@@ -589,9 +590,9 @@ def feed(count: int) -> None:
 def where() -> dict[str, tuple[int, int]]:
     """The letter of each token in a page → its page and slot. The prompt's are small."""
     found = {}
-    for place, position in zip(store.place[0, 0, 0].tolist(), store.pos[0, 0, 0].tolist(), strict=True):
+    for place, position in zip(store.lists.place[0, 0, 0].tolist(), store.lists.pos[0, 0, 0].tolist(), strict=True):
         if position >= 0 and place >= 0:  # others wait in the buffer
-            found["wxyzABCDEFGHIJKLMNOP"[position]] = divmod(place, store.table.most)
+            found["wxyzABCDEFGHIJKLMNOP"[position]] = divmod(place, store.slots.table.stride)
     return found
 
 
@@ -636,9 +637,9 @@ assert e.page != r.page
 # not a byte of the two pages changes, and every remaining token is where it was.
 
 # %%
-before, bytes_before = where(), store.pool[[r.page, e.page]].clone()
+before, bytes_before = where(), store.pages.pool[[r.page, e.page]].clone()
 r, e, t = write("IJKL")
-assert torch.equal(store.pool[[r.page, e.page]], bytes_before), "an eviction should touch masks only"
+assert torch.equal(store.pages.pool[[r.page, e.page]], bytes_before), "an eviction should touch masks only"
 assert (t.thought, t.filled, t.starts, t.segments, t.evicted) == (TRANSITION, 4, (12,), ("11110000",), "00000000")
 gone = {letter: place for letter, place in before.items() if letter not in where()}
 print(f"evicted: {', '.join(gone)}; case 1 {int(policy.cases[0, 0])} times, case 2 {int(policy.cases[1, 0])} times")
@@ -657,7 +658,7 @@ assert all(where()[letter] == place for letter, place in before.items() if lette
 # %%
 staying = [letter for letter in "ABCD" if letter not in gone]
 mine = slice(PROMPT, PROMPT + 2)  # the two behind the prompt, for attention reads the oldest first
-keys_before, mask = store.reader()(0)[0][0, :, mine].clone(), r.evicted
+keys_before, mask = Reading(store)(0)[0][0, :, mine].clone(), r.evicted
 r, e, t, new = write("MNOP")
 freed = [place for letter, place in gone.items() if letter in "ABCD"]
 assert [where()["M"], where()["N"]] == freed, "M and N should lie where two tokens of A to D had been"
@@ -666,7 +667,7 @@ assert r.segments[1] == mask
 assert (new.thought, new.filled, new.starts, new.segments) == (REASONING, 2, (16,), ("1100",))
 assert e.evicted.count("1") == 2
 assert all(where()[letter] == before[letter] for letter in staying)
-assert torch.equal(store.reader()(0)[0][0, :, mine], keys_before), "keys of those who stay should read the same"
+assert torch.equal(Reading(store)(0)[0][0, :, mine], keys_before), "keys of those who stay should read the same"
 
 # %% [markdown]
 # The four states as a picture: a white slot is empty, a grey letter has been evicted and its slot is free. And here
@@ -698,8 +699,8 @@ for axis, (title, places) in zip(axes, panels[1:], strict=True):  # without "aft
     axis.axis("off")
 plt.show()
 
-rows_in, letters = store.scale_row[r.page, :4].tolist(), {place: letter for letter, place in where().items()}
-own = {letter: int(store.scale_row[place]) for letter, place in where().items() if letter.isupper()}
+rows_in, letters = store.slots.group_of[r.page, :4].tolist(), {place: letter for letter, place in where().items()}
+own = {letter: int(store.slots.group_of[place]) for letter, place in where().items() if letter.isupper()}
 in_memory = "".join(sorted(where(), key=where().get))
 print(f"in the plain manager {letters_of(plain)}, in the pages' memory {in_memory}")
 print(f"page {r.page}:", "  ".join(f"{letters[r.page, slot]} row {rows_in[slot]}" for slot in range(4)))
@@ -855,7 +856,7 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 # 4. **Scales by token.** Run the walkthrough up to the picture with the default, `"key_axis": "token"`. (The lines
 #    below the picture print rows of scales; leave them out.) Other tokens may stay, because K-means reads the
 #    quantized keys. Assert that the pages have the same types and as many filled slots, and that the store has no
-#    rows of scales any more (`len(store.scale_row) == 0`). What does `toy.account(0).scales` say with each?
+#    rows of scales any more (`len(store.slots.group_of) == 0`). What does `toy.account(0).scales` say with each?
 # 5. **Better bits.** Run section 6 with `precision="R8E4T4"`, and with `precision="R4E4T4"` for keys and
 #    `v_precision="R4E4T2"` for values. Assert that the first has more `told.bits` than the default. Which answers are
 #    right? Then lower the `budget`, and look again: what is missing first, bits or tokens?

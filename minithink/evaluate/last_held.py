@@ -43,7 +43,7 @@ class LastHeld:
             self._stamp(None, self.cache, sequences)
 
     def _stamp(self, key: int | None, cache: KVManager, sequences: Sequence[Track]) -> None:
-        positions = cache.store.positions()  # [Lt, B, Ht, S], −1: no token
+        positions = cache.store.lists.positions()  # [Lt, B, Ht, S], −1: no token
         if key not in self._stamps:
             shape = (*positions.shape[:3], self.longest + 1)
             self._stamps[key] = torch.zeros(shape, dtype=torch.int32, device=positions.device)

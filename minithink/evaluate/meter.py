@@ -102,7 +102,7 @@ class DeviceMeter:
         rows = cache.shape.rows
         # tokens and bytes after the prompt; steps, steps with an eviction; sums of tokens and of bytes; their peaks
         self.sums = torch.zeros(8, rows, dtype=torch.float64, device=cache.device)
-        self.before = cache.store.count.clone()  # tokens that the lanes held
+        self.before = cache.store.lists.count.clone()  # tokens that the lanes held
         self._row = dict[int, int]()  # of a sequence's number
         self._last: tuple[Sequence[Track], int, Tensor] | None = None  # sequences, bytes of state, inputs for them
         self._captured: dict[int, loop.Captured] = {}  # by the width that is read
@@ -123,13 +123,13 @@ class DeviceMeter:
             rows = [self.cache.row_of(s.number) for s in sequences]
             self._row.update(zip((s.number for s in sequences), rows, strict=True))
             at = torch.tensor(rows, device=self.sums.device)
-            count = self.cache.store.count[:, at]  # [Lt, N, Ht]
+            count = self.cache.store.lists.count[:, at]  # [Lt, N, Ht]
             self.before[:, at] = count
             self.sums[:, at] = 0
             self.sums[0, at] = count.double().mean((0, 2))
             self.sums[1, at] = (self.cache.store.bytes_of(at).sum(0) + self._state()).double()
             return
-        values, width = self._inputs(sequences), self.cache.store.seen
+        values, width = self._inputs(sequences), self.cache.store.lists.seen
         if width not in self._captured:
             self._captured[width] = loop.Captured(self._add, values, self.sums, self._pool)
         self._captured[width].replay(values)
@@ -152,7 +152,7 @@ class DeviceMeter:
 
     def _add(self, values: Tensor, sums: Tensor) -> None:
         """The captured part: count one more step of the rows that took part."""
-        active, count = values[ACTIVE].bool(), self.cache.store.count  # [B], [Lt, B, Ht]
+        active, count = values[ACTIVE].bool(), self.cache.store.lists.count  # [B], [Lt, B, Ht]
         tokens = count.double().mean((0, 2))
         size = (self.cache.store.bytes_of().sum(0) + values[2]).double()
         lost = (count <= self.before).any(2).any(0)
@@ -215,7 +215,7 @@ class LedgerMeter:
             if isinstance(cache, FullCache):
                 count, tokens = None, float(cache.held(s.number))
             else:
-                count = cache.store.count.clone()
+                count = cache.store.lists.count.clone()
                 tokens = float(count.double().mean())
             if not s.tokens:
                 self._sums[s.number] = _Sums((tokens, size), count)

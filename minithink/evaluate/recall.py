@@ -51,7 +51,7 @@ class Recall:
         if isinstance(cache, FullCache):
             return torch.arange(cache.held(s.number), dtype=torch.int32)[None, None]
         assert isinstance(cache, KVManager)
-        return cache.store.positions()[:, cache.row_of(s.number)].clone()
+        return cache.store.lists.positions()[:, cache.row_of(s.number)].clone()
 
     @torch.inference_mode()
     def take(self, s: Track) -> dict[str, float | None]:

@@ -17,6 +17,7 @@ from minithink.kv import checks
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, See
 from minithink.kv.parts import Parts
+from minithink.kv.reading import Reading
 from minithink.kv.sizes import UNLIMITED
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
@@ -40,13 +41,13 @@ class DecodePass:
         self.batch = batch
         self.due = due
         # Rows that bring a token; None: all do, because steps without a fixed width have no padding rows.
-        self.active = None if store.columns is None else batch.active
+        self.active = None if store.lists.columns is None else batch.active
         self.position = batch.length - 1  # of the tokens, int64 [N]
         self.writer = store.take(batch)
         if store.compaction:
             store.compaction.start()
         self.cos, self.sin = parts.rope.at(self.position)
-        self.read = store.reader(None if batch.whole else batch.row, batch.length)
+        self.read = Reading(store, None if batch.whole else batch.row, batch.length)
         self.pulled = self._pull() if parts.policy.pull else None
         self.view = parts.view(batch) if parts.steers else None
 

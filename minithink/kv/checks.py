@@ -65,6 +65,34 @@ def declared(policy: Policy) -> None:
         raise _wrong(policy, "schedule", policy.schedule, expected.format("schedule"))
 
 
+def storable(storage: Storage, by_token: bool) -> None:
+    """Check that tokens can be stored in this way. Tokens that are quantized together need a buffer, in which they
+    wait for each other.
+
+    Args:
+        by_token: whether one of the formats has keys by token.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if storage.shrink and by_token:
+        raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
+    if not storage.buffer and (storage.shrink or by_token):
+        raise UsageError(
+            f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a buffer, "
+            "and have none."
+        )
+
+
+def compactible(storage: Storage) -> None:
+    """Check that tokens stored in this way can be moved by compaction. UsageError: they cannot."""
+    if storage.buffer or storage.formats != ("plain",):
+        raise UsageError(
+            f"Compaction {storage.compaction!r} moves tokens in the model's own number type only, and they are "
+            f"stored in {storage.formats}: leave one of the two out."
+        )
+
+
 def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:
     """Check what `due` returns: which lanes must evict, bool, and how many tokens they may keep, int32."""
     if not isinstance(found, tuple) or len(found) != 2:

@@ -21,49 +21,57 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from minithink.kv.pages import Pages
+from minithink.kv.lists import Lists
+from minithink.kv.slots import Slots
 
 
 class Compaction:
     """Compaction of one store. All its tokens are plain and in pages."""
 
-    def __init__(self, store: Pages) -> None:
-        self.store = store
-        self.late = store.storage.compaction == "overlapped"
-        self.source = torch.zeros_like(store.place)  # see `ref/close_ranks.py`
-        self.moves = torch.zeros(*store.shape.tables, 2, dtype=torch.int32, device=store.shape.device)
-        cuda = self.late and store.shape.device.type == "cuda"
-        self._beside = torch.cuda.Stream(store.shape.device) if cuda else None
-        self._moved = [torch.cuda.Event() for _ in range(store.shape.layers if cuda else 0)]
+    def __init__(self, lists: Lists, slots: Slots, late: bool) -> None:
+        """late: "overlapped"; else "gather"."""
+        shape = slots.shape
+        self.lists = lists
+        self.slots = slots
+        self.shape = shape
+        self.backend = slots.pages.backend
+        self.late = late
+        self.source = torch.zeros_like(lists.place)  # see `ref/close_ranks.py`
+        self.moves = torch.zeros(*shape.tables, 2, dtype=torch.int32, device=shape.device)
+        cuda = late and shape.device.type == "cuda"
+        self._beside = torch.cuda.Stream(shape.device) if cuda else None
+        self._moved = [torch.cuda.Event() for _ in range(shape.layers if cuda else 0)]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All its tensors."""
         return self.source, self.moves
 
-    def widen(self, more: int) -> None:
-        """Follow the store's lists, which have `more` columns more."""
-        self.source = torch.nn.functional.pad(self.source, (0, more))
+    def widen(self) -> None:
+        """Become as wide as the lists are."""
+        more = self.lists.place.shape[-1] - self.source.shape[-1]
+        if more:
+            self.source = torch.nn.functional.pad(self.source, (0, more))
 
     def plan(self, drop: Tensor) -> Tensor:
         """Plan the moves → the entries at the ends of the lists to evict instead of these tokens. No planned move may
         still wait. Both bool [Lt, B, Ht, S]."""
-        store = self.store
-        ends = store.backend.close_ranks(drop, store.place, store.pos, store.count, self.source, self.moves)
+        lists = self.lists
+        ends = self.backend.close_ranks(drop, lists.place, lists.pos, lists.count, self.source, self.moves)
         if not self.late:
             self.gather()
         return ends
 
     def gather(self, layer: int | None = None) -> None:
         """Make the planned moves of one layer, or of all layers."""
-        store = self.store
-        pool = self.store.pool
+        place = self.lists.place
+        pool = self.slots.pages.pool
         units = slice(None) if layer is None else min(layer, len(self.moves) - 1)
-        if layer is not None and store.shape.scope == "sequence":  # its lanes are those of all layers
-            heads = store.shape.kv_heads
+        if layer is not None and self.shape.scope == "sequence":  # its lanes are those of all layers
+            heads = self.shape.kv_heads
             pool = pool[:, layer * heads : (layer + 1) * heads]
-        store.backend.gather(self.source[units], self.moves[units], store.place[units], pool, store.table.most)
-        if layer in (None, store.shape.layers - 1):
+        self.backend.gather(self.source[units], self.moves[units], place[units], pool, self.slots.table.stride)
+        if layer in (None, self.shape.layers - 1):
             self.moves.zero_()
 
     def start(self) -> None:
@@ -73,7 +81,7 @@ class Compaction:
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._beside) if self._beside is not None else nullcontext():
-            for layer in range(self.store.shape.layers):
+            for layer in range(self.shape.layers):
                 self.gather(layer)
                 if self._moved:
                     self._moved[layer].record()
@@ -90,4 +98,4 @@ class Compaction:
         if self._beside is not None:
             torch.cuda.current_stream().wait_stream(self._beside)
         self.gather()
-        self.store.table.give_back()
+        self.slots.table.give_back()

@@ -50,6 +50,7 @@ from minithink.ref.pool import pool as pool
 
 Scope = Literal["head", "layer", "sequence"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "sequence")  # finest first
+BUFFER = 255  # the format index of tokens that wait in full precision (`Storage.buffer`)
 GROUPS = ("sum", "mean", "max", "max_logit", "none")
 
 

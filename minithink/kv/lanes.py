@@ -44,14 +44,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
-from minithink.kv.contract import Shape, Storage
+from minithink.kv import checks
+from minithink.kv.contract import BUFFER, Shape, Storage
 from minithink.quant import parse_pair
 from minithink.quant.format import Format
 from minithink.quant.plain import DTYPES, Plain
 from minithink.quant.rounding import rounded, rounded_by_shrinking, rounded_by_token
 
-BUFFER = 255  # the format of tokens that wait in full precision (`Storage.buffer`)
 PLAIN = 0  # the first of Storage.formats: the model's own number type
 FIRST_COLUMNS = 64  # columns at first; they double when they are full
 
@@ -82,7 +81,7 @@ class Lanes:
         self.storage = storage
         self.dtype = dtype
         self.pairs = [pair_of(name, shape.head_dim, dtype) for name in storage.formats]
-        check_storage(storage, self.pairs)
+        checks.storable(storage, by_token=any(pair.by_token for pair in self.pairs))
         tables, _, heads = shape.tables
         of_numbers = (shape.layers, shape.kv_heads, FIRST_COLUMNS, shape.head_dim)  # [L, Hkv, S, D]
         of_tokens = (tables, heads, FIRST_COLUMNS)  # [Lt, Ht, S]
@@ -451,16 +450,3 @@ def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:
         return Pair(plain, plain, plain=True)
     k, v = parse_pair(name)
     return Pair(k.fit(dim), v.fit(dim), plain=False)
-
-
-def check_storage(storage: Storage, pairs: list[Pair]) -> None:
-    """Raise UsageError if a format cannot be stored in this way. Tokens that are quantized together need a buffer, in
-    which they wait for each other."""
-    by_token = any(pair.by_token for pair in pairs)
-    if storage.shrink and by_token:
-        raise UsageError(f"Keys by token share their scales and cannot be shrunk: {storage.formats}.")
-    if not storage.buffer and (storage.shrink or by_token):
-        raise UsageError(
-            f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a buffer, "
-            "and have none."
-        )

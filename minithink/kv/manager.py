@@ -50,6 +50,7 @@ A manager has
 
     sequences      which row each has, and what the host knows of it   (`sequences.py`)
     store          keys and values in pages                            (`store.py`)
+    moves          tokens that move to another format                  (`requantize.py`)
     observations   what the policy demanded to see                     (`observe.py`)
     budgets        tokens that each lane may hold, for every policy of a stack
     now            the pass that is under way, a `DecodePass` (`attend.py`) or a `PromptPass` (`prompts.py`)
@@ -82,6 +83,7 @@ from minithink.kv.observe import Observations
 from minithink.kv.parts import Parts
 from minithink.kv.prompts import PromptPass
 from minithink.kv.recorder import Recorder
+from minithink.kv.requantize import Moves
 from minithink.kv.sequences import Sequences
 from minithink.kv.sizes import UNLIMITED, check_budget, needs
 from minithink.kv.stack import members
@@ -165,13 +167,14 @@ class KVManager:
             self.shape,
             storage,
             pages=pages,
-            scale_rows=units * rows * need.scale_rows,
+            groups=units * rows * need.groups,
             dtype=dtype,
             columns=columns,
             width=need.width,
             table_width=4 if columns is None else need.pages + need.prompt_pages,
             backend=backend,
         )
+        self.moves = Moves(self.store)
         policy.setup(self.shape)
         self.observations = Observations(self.store, policy.demands, self.width)
         self.budgets = {
@@ -230,7 +233,7 @@ class KVManager:
             budget: for this sequence alone; None: the policy's own.
         """
         self.sequences.check_free(seq)
-        if self.store.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
+        if self.store.lists.columns is not None and prompt > self.prompt:  # tables would grow, and addresses change
             raise ValueError(f"sequence {seq} has a prompt of {prompt} tokens, and room was made for {self.prompt}")
         self.check(prompt, budget)
         row = self.sequences.join(seq, capacity, prompt, thinking)
@@ -262,11 +265,11 @@ class KVManager:
 
     def held(self, seq: int) -> int:
         """Tokens that the fullest lane of a sequence holds."""
-        return int(self.store.count[:, self.row_of(seq)].max())
+        return int(self.store.lists.count[:, self.row_of(seq)].max())
 
     def positions(self, seq: int) -> Tensor:
         """Original positions of the tokens that a sequence holds, oldest first, −1 after them: int32 [Lt, Ht, S]."""
-        return self.store.positions()[:, self.row_of(seq)]
+        return self.store.lists.positions()[:, self.row_of(seq)]
 
     def formats(self, seq: int) -> Tensor:
         """Index into Storage.formats of every token, 255 in the buffer: uint8 [Lt, Ht, S]; undefined after them."""
@@ -320,7 +323,7 @@ class KVManager:
     @property
     def capturable(self) -> bool:
         """Whether a step can be captured: widths are fixed, and no policy steers with the host's help."""
-        return self.store.columns is not None and self.captures_steering
+        return self.store.lists.columns is not None and self.captures_steering
 
     @property
     def captured(self) -> bool:
@@ -357,12 +360,12 @@ class KVManager:
     @property
     def seen(self) -> int:
         """Columns of the lists that are read (the width)."""
-        return self.store.seen
+        return self.store.lists.seen
 
     @property
     def formats_in_use(self) -> frozenset[int]:
         """Formats that tokens may have."""
-        return frozenset(self.store.used)
+        return frozenset(self.store.slots.used)
 
     @property
     def _opens(self) -> bool:
@@ -383,7 +386,7 @@ class KVManager:
         self._store_what_waits()
         self.fit_columns(1)
         self.store.require(group.rows)
-        self.store.used.update(self.store.appends)  # now, because the formats in use select the step's graph
+        self.store.slots.used.update(self.store.appends)  # now, because the formats in use select the step's graph
 
     def fit_columns(self, more: int) -> None:
         """With columns="fit": set the width so that each lane has room for `more` tokens.
@@ -395,18 +398,18 @@ class KVManager:
         if not self._fits:
             return
         store = self.store
-        counted = max(store.most)
-        if counted + more > store.seen:
-            store.refresh()  # the host has not counted evictions
-            self._evicts |= max(store.most) < counted
-        wanted = max(NARROWEST, max(store.most) + more)
+        counted = max(store.lists.longest)
+        if counted + more > store.lists.seen:
+            store.lists.refresh()  # the host has not counted evictions
+            self._evicts |= max(store.lists.longest) < counted
+        wanted = max(NARROWEST, max(store.lists.longest) + more)
         width = 1 << (wanted - 1).bit_length()
         if self._evicts and wanted > FINE:
             step = width // 16
             width = -(-(wanted + wanted // 16) // step) * step
-            if wanted <= store.seen < width:  # what it was when the host last asked
+            if wanted <= store.lists.seen < width:  # what it was when the host last asked
                 return
-        store.columns = min(self.width, width)
+        store.lists.columns = min(self.width, width)
 
     # -- the forward pass
 
@@ -460,7 +463,7 @@ class KVManager:
         """
         if self._opens:
             out[:-1].copy_(self.store.begun[batch.row])
-        out[-1:].copy_(self.store.overflow)
+        out[-1:].copy_(self.store.slots.overflow)
 
     # -- a decode step, after the forward pass
 
@@ -473,13 +476,13 @@ class KVManager:
         Args:
             begun: for each row the type of the segment that began with its token (`store.begun`); None: no segment
                 began.
-            overflow: whether the pool was too small for the step, or for a buffer before it (`store.overflow`).
+            overflow: whether the pool was too small for the step, or for a buffer before it (`store.slots.overflow`).
 
         Raises:
             MinithinkError: it was too small; no token is counted, and the sequences cannot go on.
         """
         if overflow:
-            pages = self.store.table.pages.count
+            pages = self.store.slots.table.free_pages.count
             raise MinithinkError(
                 f"The KV pool of {pages:,} pages is exhausted: use a smaller --batch-size, budget or "
                 "--max-new-tokens."
@@ -562,7 +565,7 @@ class KVManager:
         else:
             where[min(move.layer, len(where) - 1)] = move.where
         where &= view.active[None, :, None, None]
-        self.store.moves.requantize(where & ~drop, move.fmt, move.how)
+        self.moves.requantize(where & ~drop, move.fmt, move.how)
 
     def _set_budget(self, author: Policy, edit: SetBudget, view: View) -> None:
         budget = self.budgets[id(author)]
@@ -638,7 +641,7 @@ class KVManager:
         self._flush_full()
         while self._unsettled:
             row = self._unsettled[0]
-            self.store.moves.settle(row, self.sequences.at(row).length)
+            self.moves.settle(row, self.sequences.at(row).length)
             self._unsettled.pop(0)
 
     # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
@@ -683,7 +686,7 @@ class KVManager:
         """End a step that fed one generated token to each sequence. batch: of the step, on the host."""
         begun = self.store.begun[now.batch.row].tolist() if self._opens else None
         due = self.due(now.batch).tolist() if self.tells_due else None
-        overflow = self.captured and bool(self.store.overflow)  # else the host has checked the pool
+        overflow = self.captured and bool(self.store.slots.overflow)  # else the host has checked the pool
         self.advance(seqs, batch.token.tolist(), begun, overflow)
         self._act(batch, due)
         self._flush_full()
@@ -698,7 +701,7 @@ class KVManager:
         complete = now.complete()
         rows = [] if complete is None else complete.row.tolist()
         for row in rows:
-            self.store.moves.measure(row)
+            self.moves.measure(row)
         if complete is not None:
             self._act(complete)
         self._over()  # even if the pool turns out to be exhausted below
@@ -737,7 +740,7 @@ class KVManager:
         account = self.store.account([row])
         numbers = self.store.paged(row) * 2 * self.shape.head_dim
         lanes = self.shape.layers * self.shape.kv_heads
-        held = int(self.store.count[:, row].sum()) * self.shape.sharing
+        held = int(self.store.lists.count[:, row].sum()) * self.shape.sharing
         notes = [policy.notes(row) for policy in members(self.policy)]
         return Told(
             evicted=self.length(seq) * lanes - held,

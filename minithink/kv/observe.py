@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from minithink.kv.contract import Demand, See
-from minithink.kv.pages import Pages
+from minithink.kv.store import PagedStore
 from minithink.ref.decode_attention import causal_weights
 
 Weights = dict[tuple[int, str], Tensor]  # (layer, group rule) → attention weights, [B, heads, S]
@@ -26,7 +26,7 @@ QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 class Observations:
     """The observations of all rows of a store."""
 
-    def __init__(self, store: Pages, demands: Sequence[Demand], width: int) -> None:
+    def __init__(self, store: PagedStore, demands: Sequence[Demand], width: int) -> None:
         """width: columns of the attention weights that are kept, if the store's widths are fixed."""
         self.store = store
         self.demands = demands
@@ -80,7 +80,7 @@ class Observations:
         float32 [B, heads, S], and the rows that may change, `active`. None: there is no such place, because widths
         are not fixed, or because the weights are kept twice."""
         kept = self._kept(what)
-        if self.store.columns is None or active is None or len(kept) != 1:
+        if self.store.lists.columns is None or active is None or len(kept) != 1:
             return None
         [weights] = kept
         key = (layer, group)
@@ -93,7 +93,7 @@ class Observations:
     ) -> None:
         """Keep attention weights. mass: [N, heads, S], of one query of each row. at: None: these are all rows."""
         for weights in self._kept(what):
-            if self.store.columns is not None:
+            if self.store.lists.columns is not None:
                 self._write(weights, (layer, group), at, active, mass)
             else:
                 self._replace(weights, (layer, group), at, mass)
@@ -203,7 +203,7 @@ class Observations:
         """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""
         held = weights.get(key)
         if held is None or held.shape[-1] < total:
-            if self.store.columns is not None:
+            if self.store.lists.columns is not None:
                 wider = self._fixed(weights, key)
             else:
                 shape = self.store.shape

@@ -1,16 +1,16 @@
-"""How tokens lie in pages, and how they are read.
+"""Pages: the memory for keys and values, and how a token's numbers lie in it.
 
-    Layout    where the codes and the parameters of a format lie in a page
-    Pages     the tensors; `slots.py` makes and fills them
-    Reading   the keys and values of a layer as dense tensors
+    Layout   where the codes and the parameters of a format lie in a page
+    Pages    the tensors; they are written here, and read by `reading.py` and by kernels
 
-Kernels read the same tensors without the dense copy: `ref/paged_attention.py` and its twin take a Reading.
+All pages have one size in bytes and serve any format. A page has as many slots as its format fits into it, and a slot
+has room for one token in every lane of a unit. Which slots are free, and what their numbers mean, is the subject of
+`slots.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -19,14 +19,9 @@ from torch import Tensor
 from minithink.backend import Backend
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Storage
-from minithink.kv.table import BlockTable
 from minithink.quant import parse_pair
 from minithink.quant.format import Format
 from minithink.quant.plain import DTYPES, Plain
-
-BUFFER = 255  # the format index of tokens in the ring
-
-Reader = Callable[[int], tuple[Tensor, Tensor]]  # layer → K, V
 
 
 @dataclass(frozen=True)
@@ -64,108 +59,128 @@ class Layout:
         """Bytes of a token's own parameters in one lane."""
         return self.k_side + self.v.params_bytes(self.dim)
 
-    def parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes of the key and of the value, out of those of a token: [..., bytes]."""
-        return codes[..., : self.k_codes], codes[..., self.k_codes : self.codes]
-
-    def side_parts(self, side: Tensor) -> tuple[Tensor, Tensor]:
-        """The parameters of the key and of the value, out of those of a token: [..., bytes]."""
-        return side[..., : self.k_side], side[..., self.k_side : self.side]
-
     @property
-    def row(self) -> int:
+    def shared(self) -> int:
         """Bytes of the parameters that a group of tokens shares in one lane."""
         return self.k.params_bytes(self.dim) if self.by_token else 0
 
+    def parts(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """The codes of the key and of the value, out of those of a token: [..., bytes]."""
+        k = codes[..., : self.k_codes]
+        v = codes[..., self.k_codes : self.codes]
+        return k, v
+
+    def side_parts(self, side: Tensor) -> tuple[Tensor, Tensor]:
+        """The parameters of the key and of the value, out of those of a token: [..., bytes]."""
+        k = side[..., : self.k_side]
+        v = side[..., self.k_side : self.side]
+        return k, v
+
 
 class Pages:
-    """The tensors that keys and values are read from; `store.py` says what each holds."""
+    """The tensors that keys and values are written to and read from.
 
-    shape: Shape
-    storage: Storage
-    dtype: torch.dtype  # of plain tokens
-    backend: Backend
-    layouts: list[Layout]
-    table: BlockTable
-    pool: Tensor
-    side: Tensor
-    scale_rows: Tensor
-    scale_row: Tensor
-    ring: Tensor
-    outgoing: Tensor
-    outgoing_at: Tensor
-    scale: Tensor
-    place: Tensor
-    pos: Tensor
-    count: Tensor
-    thought: Tensor  # uint8 [B], the running thought type
-    columns: int | None
-    trash_page: int
-    zero_page: int
-    home: tuple[int, ...]  # formats of generated tokens
-    used: set[int]  # formats that may hold tokens
-    asks = True  # whether the host may read the device's memory: False where steps are captured
-    # What the host knows of each row:
-    most: list[int]  # tokens that a lane holds at most
-    lengths: list[int]  # tokens seen, evicted ones too
-    reading: set[int]  # rows whose prompt is not settled
+    There are two pages more than the pool has: masked-out writes go to the trash page, masked-out reads come from the
+    zero page.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        storage: Storage,
+        *,
+        pages: int,
+        groups: int | None,
+        dtype: torch.dtype,
+        backend: Backend,
+    ) -> None:
+        """Arguments as of `PagedStore`.
+
+        Raises:
+            UsageError: there are too many pages, or the storage's block is no power of two.
+        """
+        self.shape = shape
+        self.dtype = dtype
+        self.backend = backend
+        self.layouts = layouts(storage, shape.head_dim, dtype)
+        most = max(lay.slots for lay in self.layouts)
+        if (pages + 1) * most > 2**31:
+            raise UsageError(
+                f"A pool of {pages:,} pages of up to {most} slots has more slots than 32 bits can number: "
+                "use a smaller --batch-size, budget or --max-new-tokens."
+            )
+        self.count = pages
+        self.trash_page = pages
+        self.zero_page = pages + 1
+        self.groups = self._groups_for(pages) if groups is None else groups
+        shared = max(lay.shared for lay in self.layouts)
+        if not shared:
+            self.groups = 0
+
+        self.page_bytes = page_bytes(storage, shape.head_dim, dtype)
+        widest = max(lay.slots * lay.side for lay in self.layouts)
+        self.side_bytes = -(-widest // most) * most
+        self.pool = self._bytes(pages + 2, self.page_bytes)
+        self.side = self._bytes(pages + 2, self.side_bytes)
+        self.group_params = self._bytes(self.groups + 2, shared)
+        # FP32 scales of K and of V, in each format
+        scales = (len(self.layouts), 2, shape.layers, shape.rows)
+        self.scale = torch.ones(scales, dtype=torch.float32, device=shape.device)
+
+    def _bytes(self, count: int, size: int) -> Tensor:
+        """Zeros for so many pages, or groups: [count, lanes of a unit, bytes]."""
+        return torch.zeros(count, self.shape.sharing, size, dtype=torch.uint8, device=self.shape.device)
+
+    def _groups_for(self, pages: int) -> int:
+        """A quarter of the tokens that fit into so many pages."""
+        slots = max((lay.slots for lay in self.layouts if lay.by_token), default=0)
+        return -(-pages * slots // 4)
 
     @property
-    def seen(self) -> int:
-        """Columns of the lists that are read."""
-        return self.columns or max(1, *self.most)
-
-    def positions(self) -> Tensor:
-        """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
-        return self.pos[..., : self.seen]
-
-    def format(self) -> Tensor:
-        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; undefined behind the list."""
-        return self.format_of(self.place[..., : self.seen])
-
-    def format_of(self, place: Tensor) -> Tensor:
-        page = (place // self.table.most).clamp(min=0).long()
-        return torch.where(place < 0, BUFFER, self.table.format[page])
-
-    def reader(
-        self, rows: Tensor | None = None, lengths: Tensor | None = None, settled: Tensor | None = None
-    ) -> Reading:
-        """A reader of the keys and values of some rows, layer by layer.
-
-        Args:
-            rows: int64 [N]; None: all rows.
-            lengths: int64 [N], tokens that each row has seen; used only if values lag (`Storage.lag`). None: the
-                host's counts.
-            settled: bool [N], rows whose prompt is settled; None, with lengths: all rows.
-        """
-        return Reading(self, rows, lengths, settled)
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return self.pool, self.side, self.group_params, self.scale
 
     # -- slots of one format as rows of a matrix
 
     @cached_property
     def codes(self) -> list[Tensor]:
-        """In each format, the codes of every slot of every lane: [slots, bytes]."""
-        return [self._slots(self.pool, lay, lay.codes) for lay in self.layouts]
+        """In each format, the codes of every slot of every lane: [slots, bytes]; numbers if it is plain."""
+        return [self._codes_of(lay) for lay in self.layouts]
+
+    def _codes_of(self, lay: Layout) -> Tensor:
+        stride = self.page_bytes // lay.slots
+        if not lay.plain:
+            return self.pool.view(-1, stride)[:, : lay.codes]
+        size = self.dtype.itemsize
+        numbers = self.pool.view(self.dtype).view(-1, stride // size)
+        return numbers[:, : lay.codes // size]
 
     @cached_property
     def sides(self) -> list[Tensor]:
-        """In each format, the parameters of every slot."""
-        return [self._slots(self.side, lay, lay.side) for lay in self.layouts]
+        """In each format, the parameters of every slot of every lane: [slots, bytes]."""
+        return [self._sides_of(lay) for lay in self.layouts]
 
-    def _slots(self, pool: Tensor, lay: Layout, width: int) -> Tensor:
-        """A view of the pool as slots of one format: [slots of all lanes, bytes], numbers if it is plain."""
-        stride = pool.shape[-1] // lay.slots
-        if lay.plain and pool is self.pool:
-            return pool.view(self.dtype).view(-1, stride // self.dtype.itemsize)[:, : width // self.dtype.itemsize]
-        return pool.view(-1, stride)[:, :width] if stride else pool.view(pool.shape[0] * pool.shape[1] * lay.slots, 0)
+    def _sides_of(self, lay: Layout) -> Tensor:
+        stride = self.side_bytes // lay.slots
+        if stride:
+            return self.side.view(-1, stride)[:, : lay.side]
+        slots = len(self.side) * self.shape.sharing * lay.slots
+        return self.side.view(slots, 0)
+
+    # -- numbers of slots, see `slots.py`
+
+    def slots_of_unit(self, f: int) -> int:
+        """Slots of format f in a page, in all lanes of a unit together."""
+        return self.shape.sharing * self.layouts[f].slots
 
     def nowhere(self, f: int) -> int:
         """The trash slot of format f, numbered as `base` does; real slots have smaller numbers."""
-        return self.trash_page * self.shape.sharing * self.layouts[f].slots
+        return self.trash_page * self.slots_of_unit(f)
 
     def base(self, f: int, page: Tensor, slot: Tensor) -> Tensor:
-        """Numbers of slots in the views above, in the first lane of their unit. page, slot: equal shapes."""
-        return page * (self.shape.sharing * self.layouts[f].slots) + slot
+        """Numbers of slots of format f, in the first lane of their unit. page, slot: equal shapes."""
+        return page * self.slots_of_unit(f) + slot
 
     def index(self, f: int, layer: int, base: Tensor) -> Tensor:
         """The same in the lanes of a layer. base: [N, Ht, n] → [N, Hkv, n]."""
@@ -173,224 +188,104 @@ class Pages:
 
     def lane(self, layer: int) -> Tensor:
         """Which of its unit's lanes each head of a layer is: [Hkv], or [1] where every lane is a unit."""
-        if self.shape.scope == "head":
-            return torch.zeros(1, dtype=torch.long, device=self.shape.device)
-        heads = torch.arange(self.shape.kv_heads, device=self.shape.device)
-        return heads + (layer * self.shape.kv_heads if self.shape.scope == "sequence" else 0)
+        shape = self.shape
+        if shape.scope == "head":
+            return torch.zeros(1, dtype=torch.long, device=shape.device)
+        heads = torch.arange(shape.kv_heads, device=shape.device)
+        if shape.scope == "layer":
+            return heads
+        return heads + layer * shape.kv_heads
 
+    def group_index(self, layer: int, group: Tensor) -> Tensor:
+        """Where the parameters of groups lie in the lanes of a layer, as rows of `group_params` with its first two
+        axes as one. group: [N, Ht, n] → int64 [N, Hkv, n]."""
+        return group.long() * self.shape.sharing + self.lane(layer)[:, None]
 
-@dataclass(frozen=True)
-class _Part:
-    """The tokens of one format. The tensors are int64 [Lt, N, Ht, n]."""
+    # -- writing
 
-    format: int  # BUFFER: they lie in the ring
-    base: Tensor  # the bases of their slots, or their places in the ring
-    keys: Tensor | None = None  # their rows of key scales
-    column: Tensor | None = None  # their columns; S: no token; None: one entry for each column
-
-
-class Reading:
-    """Keys and values of some rows, as they are now. Work that is equal for all layers is done once."""
-
-    # Where a kernel may write the attention weights that it is asked for: `Observations.in_place`. None: it returns
-    # them.
-    into: tuple[Tensor, Tensor] | None = None
-
-    def __init__(
-        self, pages: Pages, rows: Tensor | None, lengths: Tensor | None = None, settled: Tensor | None = None
+    def write(
+        self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
     ) -> None:
-        self.pages = pages
-        self.rows = rows
-        self.lengths = lengths
-        self.settled = settled
-        self._place = pages.place[..., : pages.seen]
-        self._pos = pages.positions()
+        """Write tokens of one layer and format into slots.
 
-    @cached_property
-    def place(self) -> Tensor:
-        """int32 [Lt, N, Ht, S]."""
-        return self._place if self.rows is None else self._place[:, self.rows]
-
-    @cached_property
-    def pos(self) -> Tensor:
-        """int32 [Lt, N, Ht, S], −1 after the last token."""
-        return self._pos if self.rows is None else self._pos[:, self.rows]
-
-    def valid(self, layer: int) -> Tensor | None:
-        """Columns that hold a token: bool [N, Ht, S]; None: all columns do."""
-        return None if self._valid is None else self._valid[min(layer, len(self._valid) - 1)]
-
-    @cached_property
-    def _valid(self) -> Tensor | None:
-        """The same in all layers: bool [Lt, N, Ht, S]. A mask of ones changes no result, only the time. So it is left
-        out on a CPU if the width is not fixed: there the check costs little."""
-        valid = self.pos >= 0
-        asks = self.pages.columns is None and self.pages.asks and valid.device.type == "cpu"
-        if asks and bool(valid.all()):
-            return None
-        return valid
-
-    def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K, V [N, Hkv, S, D] in the store's dtype, 0 where there is no token."""
-        if self._alone is not None:
-            return self._read(self._alone, layer)
-        t = min(layer, len(self.place) - 1)
-        _, n, _, seen = self.place.shape
-        heads = self.pages.shape.kv_heads
-        dim = self.pages.shape.head_dim
-        # one column more, for entries that are no token
-        k = self.pages.ring.new_zeros(n, heads, seen + 1, dim)
-        v = torch.zeros_like(k)
-        for part in self._parts:
-            assert part.column is not None
-            part_k, part_v = self._read_ring(part, layer) if part.format == BUFFER else self._read(part, layer)
-            into = part.column[t][..., None].expand(-1, -1, -1, dim).expand(-1, heads, -1, -1)
-            k.scatter_(2, into, part_k)
-            v.scatter_(2, into, part_v)
-        k = k[:, :, :-1]
-        v = v[:, :, :-1]
-        if self.pages.storage.lag:
-            v = self._lagging(layer, v)
-        return k, v
-
-    @cached_property
-    def numbers(self) -> Tensor:
-        """The rows: int64 [N]."""
-        return torch.arange(self.pages.shape.rows, device=self.pos.device) if self.rows is None else self.rows
-
-    @cached_property
-    def by_format(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The lists sorted by the formats in use, tokens in the ring last: places and columns, int32 [Lt, N, Ht, S],
-        and where each format begins, int32 [Lt, N, Ht, F + 2]; see `ref/by_format.py`."""
-        p = self.pages
-        return p.backend.by_format(
-            place=p.place,
-            count=p.count,
-            rows=self.numbers,
-            page_format=p.table.format,
-            formats=sorted(p.used),
-            most=p.table.most,
-            seen=p.seen,
-        )
-
-    @cached_property
-    def _alone(self) -> _Part | None:
-        """If all tokens have one format and there is no buffer: all columns, as one part. Else None."""
-        if len(self.pages.used) > 1 or self.pages.storage.buffer:
-            return None
-        [f] = self.pages.used
-        return self._in_pages(f, self.place, self.pos >= 0)
-
-    @cached_property
-    def _parts(self) -> list[_Part]:
-        """The tokens of every format in use, then the tokens in the ring. A part is as wide as the largest number of
-        its tokens in a unit; S, if steps are captured."""
-        place, column, first = self.by_format
-        seen = place.shape[-1]
-        formats = [*sorted(self.pages.used), BUFFER]
-        widths = [seen] * len(formats)
-        if self.pages.asks:
-            widths = first.diff(dim=-1).amax((0, 1, 2)).tolist()
-        out = []
-        for i, f in enumerate(formats):
-            n = widths[i]
-            if not n or (f == BUFFER and not self.pages.storage.buffer):
-                continue
-            rank = first[..., i, None] + torch.arange(n, device=place.device)
-            there = rank < first[..., i + 1, None]
-            rank = rank.clamp(max=seen - 1)
-            own = place.gather(-1, rank)
-            columns = torch.where(there, column.gather(-1, rank), seen).long()
-            if f == BUFFER:
-                in_ring = torch.where(there, -1 - own, 0).clamp(min=0).long()
-                out.append(_Part(f, in_ring, column=columns))
-            else:
-                out.append(replace(self._in_pages(f, own, there), column=columns))
-        return out
-
-    def _in_pages(self, f: int, place: Tensor, there: Tensor) -> _Part:
-        """Tokens of one format in pages, by their places. Where nothing is `there`, the zero page is read. place,
-        there: [Lt, N, Ht, n]."""
-        pages = self.pages
-        most = pages.table.most
-        page = torch.where(there, place // most, pages.zero_page).long()
-        slot = torch.where(there, place % most, 0).long()
-        keys = pages.scale_row[page, slot].long() if pages.layouts[f].by_token else None
-        return _Part(f, pages.base(f, page, slot), keys)
-
-    def _ring(self, layer: int) -> Tensor:
-        """[N, Hkv, R, 2, D]."""
-        return self.pages.ring[layer] if self.rows is None else self.pages.ring[layer, self.rows]
-
-    def _lagging(self, layer: int, v: Tensor) -> Tensor:
-        """Replace the values of the last `buffer` + 1 tokens by exact ones: the oldest of them from `outgoing`, if it
-        was pushed out of the ring already, the others from the ring. v: [N, Hkv, S, D]."""
-        pages = self.pages
-        pos = self.pos[min(layer, len(self.pos) - 1)]
-        lengths, settled = self._ends
-        size = pages.storage.buffer
-        sink = pages.storage.sink
-        last_in_full = lengths[:, None, None] - 1 - size
-        recent = (pos >= last_in_full) & (pos >= sink) & settled[:, None, None]
-        pushed_out = pages.outgoing_at[self.numbers][:, None, None]
-        in_ring = recent & (pos > pushed_out)
-        is_outgoing = recent & (pos == pushed_out)
-        index = ((pos - sink) % size).long()[..., None].expand(v.shape)
-        of_ring = self._ring(layer)[..., 1, :].gather(2, index)
-        v = torch.where(in_ring[..., None], of_ring, v)
-        outgoing = pages.outgoing[layer, self.numbers][:, :, None]
-        return torch.where(is_outgoing[..., None], outgoing, v)
-
-    @cached_property
-    def _ends(self) -> tuple[Tensor, Tensor]:
-        """Tokens that each row has seen, int64 [N], and whether its prompt is settled, bool [N]. A prompt that is not
-        settled is not in the ring."""
-        if self.lengths is not None:
-            settled = self.settled
-            if settled is None:
-                settled = torch.ones_like(self.lengths, dtype=torch.bool)
-            return self.lengths, settled
-        pages = self.pages
-        device = self.pos.device
-        lengths = torch.tensor(pages.lengths, device=device)
-        settled = torch.tensor([row not in pages.reading for row in range(pages.shape.rows)], device=device)
-        if self.rows is None:
-            return lengths, settled
-        return lengths[self.rows], settled[self.rows]
-
-    def _read_ring(self, part: _Part, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of tokens in the ring: [N, Hkv, n, D]."""
-        t = min(layer, len(part.base) - 1)
-        heads = self.pages.shape.kv_heads
-        dim = self.pages.shape.head_dim
-        index = part.base[t][..., None, None].expand(-1, -1, -1, 2, dim).expand(-1, heads, -1, -1, -1)
-        k, v = self._ring(layer).gather(2, index).unbind(3)
-        return k, v
-
-    def _read(self, part: _Part, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of tokens in pages: [N, Hkv, n, D]."""
-        pages = self.pages
-        rows = self.rows
-        f = part.format
-        t = min(layer, len(part.base) - 1)
-        lay = pages.layouts[f]
-        dim = pages.shape.head_dim
-        index = pages.index(f, layer, part.base[t])  # [N, Hkv, n]
-        codes = pages.codes[f].index_select(0, index.flatten()).view(*index.shape, -1)
+        Args:
+            rows: int64 [N], whose FP32 scales they have.
+            index: [N, Hkv, n], the slots.
+            k, v: numbers, [N, Hkv, n, D]; with `params` k has codes instead.
+            params: of keys by token the parameters of their groups, [N, Hkv, groups, bytes].
+        """
+        lay = self.layouts[f]
         if lay.plain:
-            return codes[..., :dim], codes[..., dim : 2 * dim]
-        side = pages.sides[f].index_select(0, index.flatten()).view(*index.shape, -1)
-        k_codes, v_codes = lay.parts(codes)
-        k_params, v_params = lay.side_parts(side)
-        if part.keys is not None:
-            row = part.keys[t] * pages.shape.sharing + pages.lane(layer)[:, None]  # [N, Hkv, n]
-            k_params = pages.scale_rows.flatten(0, 1)[row][..., : lay.row]
-        scale = pages.scale[f, :, layer] if rows is None else pages.scale[f, :, layer, rows]  # [2, N]
-        k_scale, v_scale = scale[:, :, None, None]
-        dequantize = pages.backend.dequantize
-        k = dequantize(lay.k, k_codes, k_params, k_scale, pages.dtype)
-        v = dequantize(lay.v, v_codes, v_params, v_scale, pages.dtype)
-        return k, v
+            both = torch.cat((k, v), dim=-1).to(self.dtype)
+            self.codes[f].index_copy_(0, index.flatten(), both.reshape(-1, both.shape[-1]))
+            return
+        k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
+        if params is None:
+            k, k_params = self.backend.quantize(lay.k, k, k_scale)
+            self.sides[f][index, : lay.k_side] = k_params
+        v, v_params = self.backend.quantize(lay.v, v, v_scale)
+        self.codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
+        self.sides[f][index, lay.k_side : lay.side] = v_params
+
+    def write_tokens(
+        self,
+        f: int,
+        layer: int,
+        rows: Tensor,
+        base: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: Tensor | None,
+        through: int | None = None,
+    ) -> None:
+        """Quantize tokens of one layer into their slots.
+
+        Args:
+            rows: int64 [N], whose FP32 scales they have.
+            base: int64 [N, Ht, n]; tokens without a slot have the trash slot (`nowhere`).
+            k, v: [N, Hkv, n, D].
+            group: the groups of keys by token, int32 [N, Ht, groups].
+            through: quantize to this integer format first, then shrink the integers (PM-KVQ: chained); None: quantize
+                directly.
+        """
+        if through not in (None, f):
+            self._write_shrunk(through, f, layer, base, k, v)
+            return
+        params = None
+        if group is not None:
+            lay = self.layouts[f]
+            valid = base < self.nowhere(f)
+            scale = self.scale[f, 0, layer, rows]
+            k, params = self._quantize_groups(lay.k, k, valid, scale)
+            number = self.group_index(layer, group)
+            self.group_params.flatten(0, 1)[number, : lay.shared] = params
+        self.write(f, layer, rows, self.index(f, layer, base), k, v, params)
+
+    def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv,
+        groups, …]."""
+        n = k.shape[2]
+        more = -n % fmt.group
+        k = torch.nn.functional.pad(k, (0, 0, 0, more))
+        k = k.unflatten(2, (-1, fmt.group))
+        valid = torch.nn.functional.pad(valid, (0, more))
+        valid = valid.unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
+        codes, params = self.backend.quantize(fmt, k, scale[:, None, None], valid)
+        return codes.flatten(2, 3)[:, :, :n], params
+
+    def _write_shrunk(self, f: int, to: int, layer: int, base: Tensor, k: Tensor, v: Tensor) -> None:
+        """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
+        first = self.layouts[f]
+        last = self.layouts[to]
+        one = torch.ones((), device=k.device)
+        ops = self.backend
+        k_codes, k_params = ops.quantize(first.k, k, one)
+        k_codes, k_params = ops.shrink(first.k, last.k, k_codes, k_params)
+        v_codes, v_params = ops.quantize(first.v, v, one)
+        v_codes, v_params = ops.shrink(first.v, last.v, v_codes, v_params)
+        index = self.index(to, layer, base)
+        self.codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
+        self.sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
 
 
 def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:
@@ -398,9 +293,12 @@ def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:
     size = page_bytes(storage, dim, dtype)
     out = []
     for name in storage.formats:
-        k, v = (fmt.fit(dim) for fmt in _pair(name, dtype))
+        k, v = _pair(name, dtype)
+        k = k.fit(dim)
+        v = v.fit(dim)
         per_token = k.code_bytes(dim) + v.code_bytes(dim)
-        out.append(Layout(k, v, dim, 1 << ((size // per_token).bit_length() - 1), name == "plain"))
+        bits = (size // per_token).bit_length()
+        out.append(Layout(k, v, dim, slots=1 << (bits - 1), plain=name == "plain"))
     return out
 
 
@@ -408,7 +306,8 @@ def page_bytes(storage: Storage, dim: int, dtype: torch.dtype) -> int:
     """Bytes of a page in one lane: `block` tokens of the main format, and at least one plain token."""
 
     def per_token(name: str) -> int:
-        return sum(fmt.code_bytes(dim) for fmt in _pair(name, dtype))
+        k, v = _pair(name, dtype)
+        return k.code_bytes(dim) + v.code_bytes(dim)
 
     if storage.block < 1 or storage.block & (storage.block - 1):
         raise UsageError(f"A block of {storage.block} tokens: it must be a power of two.")

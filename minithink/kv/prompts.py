@@ -16,6 +16,7 @@ from torch import Tensor
 from minithink.kv.batch import Batch
 from minithink.kv.contract import See
 from minithink.kv.parts import Parts
+from minithink.kv.reading import Reading
 from minithink.kv.sequences import Group
 from minithink.ref.attention import of_any_length
 
@@ -91,7 +92,7 @@ class PromptPass:
             k, v = own.permute(1, 2, 0, 3).unbind()
             return k, v
         # A prompt that is not complete has lost no token, so column t of its list is position t.
-        k, v = self.store.reader(self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
+        k, v = Reading(self.store, self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
         return k[0, :, : self.ends[i]], v[0, :, : self.ends[i]]
 
     def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:

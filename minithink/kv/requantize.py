@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from minithink.kv.pages import Reader, Reading
-from minithink.kv.slots import Slots
+from minithink.kv.reading import Reader, Reading
+from minithink.kv.store import PagedStore
 from minithink.kv.table import Exhausted
 from minithink.quant import shrink
 
@@ -59,25 +59,32 @@ class _Part:
 class Moves:
     """Moves the tokens of one store to other formats."""
 
-    def __init__(self, store: Slots) -> None:
+    def __init__(self, store: PagedStore) -> None:
         self.store = store
+        self.shape = store.shape
+        self.storage = store.storage
+        self.lists = store.lists
+        self.slots = store.slots
+        self.pages = store.pages
 
     # -- a prompt that was read
 
     def measure(self, row: int) -> None:
         """Take the FP32 scales from the prompt, which was read and is still complete."""
         store = self.store
-        scaled = [f for f, lay in enumerate(store.layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
+        layouts = self.pages.layouts
+        scaled = [f for f, lay in enumerate(layouts) if lay.k.tensor_scaled or lay.v.tensor_scaled]
         if not scaled:
             return
-        read = store.reader(store.one_row(row))
-        for layer in range(store.shape.layers):
+        scale = self.pages.scale
+        read = Reading(store, store.one_row(row))
+        for layer in range(self.shape.layers):
             k, v = read(layer)
             k_amax = k.float().abs().amax()
             v_amax = v.float().abs().amax()
             for f in scaled:
-                store.scale[f, 0, layer, row] = store.layouts[f].k.tensor_scale(k_amax)
-                store.scale[f, 1, layer, row] = store.layouts[f].v.tensor_scale(v_amax)
+                scale[f, 0, layer, row] = layouts[f].k.tensor_scale(k_amax)
+                scale[f, 1, layer, row] = layouts[f].v.tensor_scale(v_amax)
 
     def settle(self, row: int, length: int) -> None:
         """Move the remaining tokens of a prompt to their own format. The policy has acted on the prompt.
@@ -89,9 +96,8 @@ class Moves:
             row: of the sequence.
             length: tokens of the prompt, evicted ones too.
         """
-        store = self.store
-        storage = store.storage
-        home = store.layouts[storage.formats.index(storage.thoughts[storage.prompt])]
+        storage = self.storage
+        home = self.pages.layouts[storage.formats.index(storage.thoughts[storage.prompt])]
         if home.plain and not storage.buffer:
             self._settled(row)
             return
@@ -107,22 +113,22 @@ class Moves:
         in_ring = -1 - (prompt.pos - prompt.whole)
         stay_or_wait = torch.where(prompt.waiting, in_ring, prompt.place)
         placed = torch.where(moving, new, stay_or_wait)
-        store.place[:, prompt.at, :, : store.seen] = placed.to(torch.int32)
+        self.lists.places()[:, prompt.at] = placed.to(torch.int32)
         leaves_page = (moving | prompt.waiting) & (prompt.place >= 0)
-        store.release(prompt.place, leaves_page, prompt.at)
+        self.slots.release(prompt.place, leaves_page, prompt.at)
         self._settled(row)
 
     def _prompt(self, row: int, length: int) -> _Prompt:
         """Find out which tokens of a prompt move, and which will wait in the ring."""
         store = self.store
-        storage = store.storage
+        storage = self.storage
         at = store.one_row(row)
-        place = store.place[:, at, :, : store.seen]
-        pos = store.positions()[:, at]
+        place = self.lists.places()[:, at]
+        pos = self.lists.positions()[:, at]
         size = max(1, storage.buffer)
         whole = storage.sink + max(0, length - storage.sink) // size * size
         # Tokens that the policy has moved to another format stay there.
-        plain = (pos >= storage.sink) & (store.format_of(place) == 0)
+        plain = (pos >= storage.sink) & (self.slots.format_of(place) == 0)
         if storage.tail == "keep":
             moving = plain & (pos < whole)
             waiting = plain & (pos >= whole)
@@ -134,7 +140,7 @@ class Moves:
             at=at,
             length=length,
             whole=whole,
-            read=store.reader(at),
+            read=Reading(store, at),
             place=place,
             pos=pos,
             plain=plain,
@@ -147,7 +153,7 @@ class Moves:
         store = self.store
         length = prompt.length
         # Groups are made of neighbours in the text: from columns to positions, and back.
-        index = torch.where(prompt.moving, prompt.pos - store.storage.sink, length).long()
+        index = torch.where(prompt.moving, prompt.pos - self.storage.sink, length).long()
         valid = torch.zeros(*index.shape[:-1], length + 1, dtype=torch.bool, device=index.device)
         valid = valid.scatter_(-1, index, True)[..., :length]
 
@@ -168,24 +174,24 @@ class Moves:
             purpose=f"quantizing a prompt of {length:,} tokens",
             f=None,
             thought=store.thought,
-            through=store.home[0] if store.storage.shrink else None,
+            through=self.slots.home[0] if self.storage.shrink else None,
         )
         return pad(new, (0, 1)).gather(-1, index)
 
     def _fill_ring(self, prompt: _Prompt) -> None:
         """Copy the last tokens of a prompt into the ring, which holds position p at (p − sink) mod its size."""
         store = self.store
-        storage = store.storage
+        storage = self.storage
         size = storage.buffer
-        heads = store.shape.kv_heads
+        heads = self.shape.kv_heads
         recent = prompt.plain & (prompt.pos >= prompt.length - size)
-        slots = torch.where(recent, (prompt.pos - storage.sink) % size, size)
+        number = torch.where(recent, (prompt.pos - storage.sink) % size, size).long()
         pushed_out = prompt.pos == prompt.length - 1 - size
-        for layer in range(store.shape.layers):
-            t = min(layer, len(slots) - 1)
+        for layer in range(self.shape.layers):
+            t = min(layer, len(number) - 1)
             kv = torch.stack(prompt.read(layer), dim=3)  # [1, Hkv, S, 2, D]
-            into = slots[t].long().expand(-1, heads, -1)
-            ring = store.ring.new_zeros(1, heads, size + 1, 2, store.shape.head_dim)
+            into = number[t].expand(-1, heads, -1)
+            ring = store.ring.new_zeros(1, heads, size + 1, 2, self.shape.head_dim)
             ring.scatter_(2, into[..., None, None].expand(kv.shape), kv)
             store.ring[layer, prompt.row] = ring[0, :, :-1]
             if storage.lag:
@@ -200,8 +206,8 @@ class Moves:
         plain tokens stay."""
         store = self.store
         store.reading.discard(row)
-        if not store.reading and not store.stays_plain:
-            store.used.discard(0)
+        if not store.reading and not self.slots.stays_plain:
+            self.slots.used.discard(0)
 
     # -- tokens that the policy moves
 
@@ -216,9 +222,8 @@ class Moves:
         Raises:
             Exhausted: there is no room for both forms at once; the tokens are where they were.
         """
-        store = self.store
-        f = store.storage.formats.index(name)
-        store.stays_plain |= f == 0
+        f = self.storage.formats.index(name)
+        self.slots.stays_plain |= f == 0
         chosen = self._chosen(where, f, how)
         if chosen is None:
             return
@@ -229,25 +234,24 @@ class Moves:
                 found = self._move(part, chosen, f)
             except Exhausted:
                 if bool(done.any()):
-                    store.release(new, done, chosen.at)  # of the parts before this one
+                    self.slots.release(new, done, chosen.at)  # of the parts before this one
                 raise
             new = torch.where(part.where, found, new)
             done = done | part.where
-        lists = store.place[:, chosen.at]
-        into = torch.where(chosen.valid, chosen.column, lists.shape[-1] - 1)
-        store.place[:, chosen.at] = lists.scatter_(-1, into, new.to(torch.int32))
-        store.release(chosen.place, chosen.valid, chosen.at)
+        place = self.lists.place
+        into = torch.where(chosen.valid, chosen.column, place.shape[-1] - 1)
+        place[:, chosen.at] = place[:, chosen.at].scatter_(-1, into, new.to(torch.int32))
+        self.slots.release(chosen.place, chosen.valid, chosen.at)
 
     def _chosen(self, where: Tensor, f: int, how: str) -> _Chosen | None:
         """The tokens that really move; None: no token does. Arguments as of `requantize`; f: the format's index."""
-        store = self.store
         at = where.any(-1).any(2).any(0).nonzero().flatten()  # rows with such tokens
         if len(at) == 0:
             return None
-        place = store.place[:, at, :, : store.seen]
-        pos = store.positions()[:, at]
-        of = store.format_of(place)
-        moving = where[:, at, :, : store.seen] & (pos >= 0) & (place >= 0) & (of != f)
+        place = self.lists.places()[:, at]
+        pos = self.lists.positions()[:, at]
+        of = self.slots.format_of(place)
+        moving = where[:, at] & (pos >= 0) & (place >= 0) & (of != f)
         if how == "shrink":
             moving &= of != 0
         n = int(moving.sum(-1).max())
@@ -257,24 +261,24 @@ class Moves:
         column = moving.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :n]
         valid = moving.gather(-1, column)
         place = place.gather(-1, column)
-        page = torch.where(valid, place // store.table.most, store.table.pages.count)
+        table = self.slots.table
+        page = torch.where(valid, place // table.stride, self.pages.trash_page)
         return _Chosen(
             at=at,
             column=column,
             valid=valid,
             place=place,
             format=of.gather(-1, column),
-            thought=store.table.thought[page.long()],
+            thought=table.thought[page.long()],
         )
 
     def _parts(self, chosen: _Chosen, f: int, how: str) -> list[_Part]:
         """The chosen tokens by thought type and, if their integers shrink, by their format."""
-        store = self.store
         sources: list[int | None] = [None]
         if how == "shrink":
-            sources = [g for g in sorted(store.used) if g != f and not store.layouts[g].plain]
+            sources = [g for g in sorted(self.slots.used) if g != f and not self.pages.layouts[g].plain]
         parts = []
-        for kind in range(len(store.storage.thoughts)):
+        for kind in range(len(self.storage.thoughts)):
             for source in sources:
                 where = chosen.valid & (chosen.thought == kind)
                 if source is not None:
@@ -292,11 +296,11 @@ class Moves:
     def _copy_into(self, part: _Part, chosen: _Chosen, f: int) -> Tensor:
         """Quantize the numbers of the tokens in format f → their new places."""
         store = self.store
-        read = store.reader(chosen.at)
+        read = Reading(self.store, chosen.at)
         column = chosen.column
 
         def values(layer: int) -> tuple[Tensor, Tensor]:
-            which = column[min(layer, column.shape[0] - 1)].expand(-1, store.shape.kv_heads, -1)
+            which = column[min(layer, column.shape[0] - 1)].expand(-1, self.shape.kv_heads, -1)
             k, v = read(layer)
             pick = which[..., None].expand(*which.shape, k.shape[-1])
             return k.gather(2, pick), v.gather(2, pick)
@@ -305,37 +309,40 @@ class Moves:
             chosen.at,
             part.where,
             values,
-            purpose=f"moving tokens to {store.storage.formats[f]}",
+            purpose=f"moving tokens to {self.storage.formats[f]}",
             f=f,
             thought=torch.full_like(store.thought, part.kind),
         )
 
     def _shrink_into(self, part: _Part, chosen: _Chosen, source: int, f: int) -> Tensor:
         """Shrink the integers of the tokens to fewer bits, from their codes alone → their new places."""
-        store = self.store
-        start = store.layouts[source]
-        end = store.layouts[f]
-        # Raises an error if this pair of formats cannot be shrunk, before slots are taken.
-        shrink(start.k, end.k, store.pool.new_empty(0, start.k_codes), store.side.new_empty(0, start.k_side))
+        pages = self.pages
+        start = pages.layouts[source]
+        end = pages.layouts[f]
+        no_codes = pages.pool.new_empty(0, start.k_codes)
+        no_params = pages.side.new_empty(0, start.k_side)
+        shrink(start.k, end.k, no_codes, no_params)  # raises an error if this pair of formats cannot be shrunk
         at = chosen.at
         valid = part.where
-        thought = torch.full_like(store.thought, part.kind)
-        store.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
-        bases = store.allocate_many(at, valid, f, thought)
-        most = store.table.most
-        old_page = torch.where(valid, chosen.place // most, store.zero_page).long()
-        old_slot = torch.where(valid, chosen.place % most, 0).long()
-        for layer in range(store.shape.layers):
-            t = min(layer, valid.shape[0] - 1)
-            index = store.index(source, layer, store.base(source, old_page[t], old_slot[t]))
-            k, v = start.parts(store.codes[source][index])
-            k_params, v_params = start.side_parts(store.sides[source][index])
-            k, k_params = store.backend.shrink(start.k, end.k, k, k_params)
-            v, v_params = store.backend.shrink(start.v, end.v, v, v_params)
-            index = store.index(f, layer, bases[f][t])
-            store.codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
-            store.sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
-        return store.places(bases)
+        thought = torch.full_like(self.store.thought, part.kind)
+        self.slots.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
+        bases = self.slots.allocate_many(at, valid, f, thought)
+        stride = self.slots.table.stride
+        page = torch.where(valid, chosen.place // stride, pages.zero_page).long()
+        slot = torch.where(valid, chosen.place % stride, 0).long()
+        old = pages.base(source, page, slot)
+        ops = self.store.backend
+        for layer in range(self.shape.layers):
+            t = min(layer, len(valid) - 1)
+            index = pages.index(source, layer, old[t])
+            k, v = start.parts(pages.codes[source][index])
+            k_params, v_params = start.side_parts(pages.sides[source][index])
+            k, k_params = ops.shrink(start.k, end.k, k, k_params)
+            v, v_params = ops.shrink(start.v, end.v, v, v_params)
+            index = pages.index(f, layer, bases[f][t])
+            pages.codes[f][index, : end.codes] = torch.cat((k, v), dim=-1)
+            pages.sides[f][index, : end.side] = torch.cat((k_params, v_params), dim=-1)
+        return self.slots.places_of(bases)
 
     def _into_pages(
         self,
@@ -355,7 +362,7 @@ class Moves:
             valid: bool [Lt, N, Ht, n], the tokens.
             values: layer → K, V [N, Hkv, n, D], finite where valid.
             purpose, f, thought: as of `Slots.require_pages`.
-            through: as of `Slots.write_tokens`.
+            through: as of `Pages.write_tokens`.
 
         Returns:
             place, int64 [Lt, N, Ht, n], of the valid tokens.
@@ -363,15 +370,15 @@ class Moves:
         Raises:
             Exhausted: there is no room; the store is as it was.
         """
-        store = self.store
-        uses = store.require_rows(at, valid, purpose, f, thought)
-        store.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), purpose, f, thought)
-        bases = store.allocate_many(at, valid, f, thought)
-        groups = {g: store.draw_rows(g, own, bases[g], own.numel()) for g, own in uses.items()}
-        for layer in range(store.shape.layers):
-            t = min(layer, valid.shape[0] - 1)
+        slots = self.slots
+        sizes = slots.require_groups(at, valid, purpose, f, thought)
+        slots.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), purpose, f, thought)
+        bases = slots.allocate_many(at, valid, f, thought)
+        groups = {g: slots.draw_groups(g, own, bases[g]) for g, own in sizes.items()}
+        for layer in range(self.shape.layers):
+            t = min(layer, len(valid) - 1)
             k, v = values(layer)
             for g, base in bases.items():
                 group = groups[g][t] if g in groups else None
-                store.write_tokens(g, layer, at, base[t], k, v, group, through)
-        return store.places(bases)
+                self.pages.write_tokens(g, layer, at, base[t], k, v, group, through)
+        return slots.places_of(bases)

@@ -77,7 +77,7 @@ class Needs:
 
     pages: int
     prompt_pages: int  # beside these, while the prompt is read
-    scale_rows: int  # groups of keys by token
+    groups: int  # of keys by token
     width: int  # tokens in its list
 
 
@@ -115,10 +115,10 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
 
     # A buffer that is no multiple of a group makes a short group whenever it is full: 2 of 24 tokens in groups of 16.
     groups = max((_ceil(storage.buffer, x.k.group) for x in lay.values() if x.by_token), default=0)  # of a buffer
-    scale_rows = 0
+    groups_held = 0
     if groups:
-        scale_rows = min(most, _ceil(tokens * groups, storage.buffer) + 2)
-    return Needs(pages, prompt_pages, scale_rows, width=max(prompt, min(tokens, most)) + 1)
+        groups_held = min(most, _ceil(tokens * groups, storage.buffer) + 2)
+    return Needs(pages, prompt_pages, groups_held, width=max(prompt, min(tokens, most)) + 1)
 
 
 def _ceil(n: int, size: int) -> int:

@@ -1,12 +1,16 @@
 """PagedStore: keys and values in pages, packed in their formats. New tokens take the slots of evicted tokens.
 
-    pool        [pages, lanes of a unit, bytes of a page]: codes; a slot holds its token's key codes, then the value's
-    side        beside it: the parameters (scales, minima) of groups of channels, for every slot
-    scale_rows  the parameters of groups of tokens (keys by token): a row for each group that holds a token
-    ring        the full-precision buffer: tokens that wait to be quantized together
-    outgoing    where values lag behind keys, the value that left the ring last
-    place, pos  for every unit the list of its tokens, oldest first: where each lies, and its original position
-    count       the tokens in each list
+A store has four parts, each an object of its own:
+
+    lists        which tokens every unit holds, oldest first, and where each lies       (`lists.py`)
+    slots        which slots are free; they are given to tokens and taken back          (`slots.py`)
+    pages        the memory: codes of keys and values, and their parameters             (`pages.py`)
+    compaction   moves tokens together after an eviction, if that is measured           (`compaction.py`)
+
+and itself the full-precision buffers and the thought types of its rows:
+
+    ring         tokens that wait to be quantized together
+    outgoing     where values lag behind keys, the value that left the ring last
 
 A *unit* is the lanes that share a table, and so have the same tokens in the same slots (`table.py`). *Keys by token*
 share a scale across tokens, one for each channel; papers call this per-channel quantization.
@@ -17,54 +21,111 @@ The life of a token:
     take      a generated token takes a slot, or a place in the ring; then the Writer writes it, too
     settle    the prompt was read: the tokens that the policy kept move from plain pages into pages of their format
     flush     the ring is full: its tokens are quantized into pages of the running thought type
-    reader    reads every layer's keys and values, oldest token first
+    read      a Reading has every layer's keys and values, oldest token first (`reading.py`)
     evict     the token leaves its list and its slot is free; an empty page returns to the pool
 
 So a prompt's tokens are appended, and for generated tokens slots are taken. (The `append` of passes and kernels is
 another: it writes the key and value of a token whose slot was taken.)
 
-All pages have one size in bytes and serve any format (`pages.py` reads them). A page holds tokens of one unit, one
-format and one thought type (`table.py`). A held token moves only if a policy asks for another format
-(`requantize.py`), or if gather compaction is measured (`compaction.py`).
+A page holds tokens of one unit, one format and one thought type. A held token moves only if it settles or is flushed,
+if a policy asks for another format (`requantize.py` has this and `settle`), or if compaction is measured.
 
 A decode step takes slots, and flushes rings, in three parts:
 
     require, require_flush   the host checks that there is room; while steps are captured it must not read the
-                             device's memory, and reads `overflow` after the step instead
+                             device's memory, and reads `slots.overflow` after the step instead
     take, flush_rings        work on tensors alone, so a CUDA graph can capture them
     appended, flushed        the host counts what was taken
 
-The pool has two extra pages: masked-out writes go to the trash page, masked-out reads come from the zero page.
-
-The store is one object in three classes: `Pages` reads, `Slots` makes the tensors and gives slots, and `PagedStore`
-appends, takes, flushes and begins segments. It holds `moves` (`requantize.py`), which moves tokens between formats.
+Captured graphs know the addresses of tensors. So with fixed widths (`columns`) no tensor is replaced by another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.backend import REFERENCE, Backend
+from minithink.kv import checks
 from minithink.kv.batch import Batch
+from minithink.kv.compaction import Compaction
+from minithink.kv.contract import Shape, Storage
 from minithink.kv.ledger import Ledger
-from minithink.kv.requantize import Moves
-from minithink.kv.slots import SAME as SAME
+from minithink.kv.lists import Lists
+from minithink.kv.pages import Pages
 from minithink.kv.slots import Slots
 from minithink.kv.table import Entry
 from minithink.ref.flush import flush as by_layer
 
+SAME = 255  # no new thought type
 
-class PagedStore(Slots):
+
+class PagedStore:
     """Keys and values of the tokens of B rows. `kv/contract.py` explains rows and lanes, `kv/table.py` units."""
 
-    @cached_property
-    def moves(self) -> Moves:
-        """Moves tokens to other formats: `measure`, `settle` and `requantize`."""
-        return Moves(self)
+    def __init__(
+        self,
+        shape: Shape,
+        storage: Storage,
+        *,
+        pages: int,
+        groups: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        columns: int | None = None,
+        width: int = 16,
+        table_width: int = 4,
+        backend: Backend = REFERENCE,
+    ) -> None:
+        """
+        Args:
+            pages: number of pages; `sizes.needs` tells how many a sequence may need.
+            groups: groups of keys by token that may be held at once; None: a quarter of the tokens that fit.
+            dtype: of plain tokens and of the ring.
+            columns: width of everything that is read, in tokens; None: as wide as the longest lane. With a fixed
+                width no shape depends on what the sequences hold.
+            width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
+            table_width: pages that a unit's table has room for at first; tables grow, unless `columns` are fixed.
+            backend: the operations.
+
+        Raises:
+            UsageError: the storage asks for what its formats, or so many pages, cannot do.
+        """
+        device = shape.device
+        self.shape = shape
+        self.storage = storage
+        self.dtype = dtype
+        self.backend = backend
+        self.pages = Pages(shape, storage, pages=pages, groups=groups, dtype=dtype, backend=backend)
+        checks.storable(storage, by_token=any(lay.by_token for lay in self.pages.layouts))
+        self.slots = Slots(self.pages, storage, table_width)
+        self.lists = Lists(shape, columns, width)
+        self.compaction: Compaction | None = None
+        if storage.compaction != "none":
+            checks.compactible(storage)
+            self.compaction = Compaction(self.lists, self.slots, late=storage.compaction == "overlapped")
+
+        _, rows, _ = shape.tables
+        ring = (shape.layers, rows, shape.kv_heads, storage.buffer, 2, shape.head_dim)
+        self.ring = torch.zeros(ring, dtype=dtype, device=device)
+        # If values lag: the value that left the ring of each row last, and its position.
+        outgoing = (shape.layers, rows, shape.kv_heads, shape.head_dim if storage.lag else 0)
+        self.outgoing = torch.zeros(outgoing, dtype=dtype, device=device)
+        self.outgoing_at = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        # The running thought type of each row, uint8 [B]. Then the types of segments that begin with the next tokens,
+        # and of those that began with the last ones; SAME: no segment.
+        self.thought = torch.full((rows,), storage.prompt, dtype=torch.uint8, device=device)
+        self.next_thought = torch.full((rows,), SAME, dtype=torch.uint8, device=device)
+        self.begun = torch.full((rows,), SAME, dtype=torch.uint8, device=device)
+
+        self.asks = True  # whether the host may read the device's memory: False where steps are captured
+        # What the host knows of each row:
+        self.lengths = [0] * rows  # tokens seen, evicted ones too
+        self.waiting = [0] * rows  # tokens in the ring, those evicted there counted too
+        self.reading = set[int]()  # rows whose prompt is not settled
+        self.starts: list[list[int]] = [[] for _ in range(rows)]  # positions at which segments begin, for reading
+        self.kinds: list[list[int]] = [[] for _ in range(rows)]  # and their thought types
 
     # -- appending
 
@@ -84,27 +145,18 @@ class PagedStore(Slots):
         lt, _, ht = self.shape.tables
         if self.compaction:
             self.compaction.finish()
-        most = self.require_columns(rows, counts)
+        longest = self.lists.require(rows, counts)
         at = torch.tensor(rows, device=device)
-        column = torch.arange(n, device=device)
         more = torch.tensor(counts, device=device)
-        before = torch.tensor(lengths, device=device)
-        valid = (column < more[:, None])[None, :, None].expand(lt, len(rows), ht, n)
+        first = torch.tensor(lengths, device=device)
+        valid = torch.arange(n, device=device) < more[:, None]  # [N, n]
+        valid = valid[None, :, None].expand(lt, len(rows), ht, n)
+        plain = 0  # the first format
         purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
-        self.require_pages(at, n, lambda: valid.sum(-1), purpose, 0)
-        if self.columns is None:
-            self._widen(max(most))
-        bases = self.allocate_many(at, valid, 0, self.thought)  # format 0 is plain
-        held = self.count[:, at]  # [Lt, N, Ht]
-        # The new tokens' columns, behind the tokens held; masked-out tokens go to the extra last column.
-        end = torch.where(valid, held[..., None] + column, self.place.shape[-1] - 1)
-        position = (before[:, None] + column)[None, :, None].expand(valid.shape)
-        for lists, new in ((self.place, self.places(bases)), (self.pos, torch.where(valid, position, -1))):
-            own = lists[:, at]
-            lists[:, at] = own.scatter_(-1, end, new.to(torch.int32))
-        self.pos[..., -1] = -1
-        self.count[:, at] = held + more[None, :, None].to(torch.int32)
-        self.most = most
+        self.slots.require_pages(at, n, lambda: valid.sum(-1), purpose, plain, self.thought)
+        self._widen(longest)
+        bases = self.slots.allocate_many(at, valid, plain, self.thought)
+        self.lists.append(at, valid, self.slots.places_of(bases), first)
         for row, length, count in zip(rows, lengths, counts, strict=True):
             self.lengths[row] = length + count
         self.reading.update(rows)
@@ -118,60 +170,43 @@ class PagedStore(Slots):
             Exhausted: the pool has no pages left; the store is as it was.
             UsageError: a lane would hold more tokens than the fixed width; the store is as it was.
         """
-        most = self.most
-        if self.columns is None or max(most) >= self.columns:  # the host's counts include evicted tokens
-            most = self.require_columns(rows, [1] * len(rows))
-        else:
-            most = list(most)
-            for row in rows:
-                most[row] += 1
+        longest = self.lists.require_one(rows)
         if self.asks and not self.storage.buffer:
             at = torch.tensor(rows, device=self.shape.device)
             lt, _, ht = self.shape.tables
             purpose = f"appending {len(rows):,} tokens to {len(rows)} sequences"
-            self.require_pages(
-                at, 1, lambda: torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device), purpose
-            )
-        if self.columns is None:
-            self._widen(max(most))
-        self.most = most
 
-    def require_columns(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Check that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
+            def one_each() -> Tensor:
+                return torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device)
 
-        Returns:
-            for every row the tokens that a lane holds at most, with the new tokens.
+            self.slots.require_pages(at, 1, one_each, purpose, None, self.thought)
+        self._widen(longest)
 
-        Raises:
-            UsageError: a lane would hold more tokens than the fixed width.
-        """
-        more = [0] * self.shape.rows
-        for row, count in zip(rows, counts, strict=True):
-            more[row] += count
-        most = [held + new for held, new in zip(self.most, more, strict=True)]
-        if self.columns is not None and max(most) > self.columns:  # the host does not count evictions
-            most = [held + new for held, new in zip(self.count.amax((0, 2)).tolist(), more, strict=True)]
-            if max(most) > self.columns:
-                raise UsageError(
-                    f"A lane may hold {max(most):,} tokens and the width was fixed to {self.columns:,}: use a "
-                    "smaller budget or --max-new-tokens."
-                )
-        return most
+    def _widen(self, longest: list[int]) -> None:
+        """Make the lists wide enough for so many tokens of each row."""
+        self.lists.longest = longest
+        if self.lists.columns is None:
+            self.lists.widen(max(longest))
+            if self.compaction:
+                self.compaction.widen()
 
     def take(self, batch: Batch) -> Writer:
         """Take slots, or places in the ring, for one generated token of every active row, without the host. If the
-        pool is too small, `overflow` becomes true.
+        pool is too small, `slots.overflow` becomes true.
 
         `enlist` puts the tokens at the end of their lists, with places in the ring. If there is a ring, they stay
         there until it is flushed. Without a ring `allocate` gives them slots at once, and writes their places.
         """
         at = batch.row
-        self.backend.enlist(self.place, self.pos, self.count, at, batch.active, batch.length - 1, batch.waiting)
+        lists = self.lists
+        active = batch.active
+        self.backend.enlist(lists.place, lists.pos, lists.count, at, active, batch.length - 1, batch.waiting)
         if self.storage.lag:
             self._push_out(batch)
         if self.storage.buffer:
             return _RingWriter(self, at, batch.waiting)
-        return _PageWriter(self, at, self.allocate(at, batch.active, 1))
+        bases = self.slots.allocate(lists, at, active, self.thought, 1)
+        return _PageWriter(self, at, bases)
 
     def _push_out(self, batch: Batch) -> None:
         """Keep the values that the new tokens will push out of the ring. A row's value is kept once, because padding
@@ -187,60 +222,79 @@ class PagedStore(Slots):
         """Update the host's counts after `take`. lengths: tokens that each row has seen now."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
-        self.used.update(self.appends)
+        self.slots.used.update(self.appends)
         if self.storage.buffer:
             for row in rows:
                 self.waiting[row] += 1
         elif not self.asks:
-            self.table.drawn()
+            self.slots.table.drawn()
 
     @property
     def appends(self) -> tuple[int, ...]:
         """Formats that `take` may write."""
-        return () if self.storage.buffer else self.home
+        return () if self.storage.buffer else self.slots.home
 
     # -- full buffers
 
     def require_flush(self, rows: Sequence[int]) -> None:
-        """Check that there are pages and rows of key scales for the full rings of some rows.
+        """Check that there are pages and groups for the tokens in the full rings of some rows.
 
         Raises:
             Exhausted: there are too few; the store is as it was.
         """
         at = torch.tensor(rows, device=self.shape.device)
         size = self.storage.buffer
-        place = self.place[:, at, :, : self.seen]  # [Lt, N, Ht, S]
-        waits = (place < 0) & (self.positions()[:, at] >= 0)
+        place = self.lists.places()[:, at]  # [Lt, N, Ht, S]
+        waits = (place < 0) & (self.lists.positions()[:, at] >= 0)
         purpose = f"quantizing the buffers of {len(rows)} sequences"
-        if any(self.layouts[f].by_token for f in self.home):
+        if any(self.pages.layouts[f].by_token for f in self.slots.home):
+            number = torch.where(waits, -1 - place, size).long()
             valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
-            valid = valid.scatter_(-1, torch.where(waits, -1 - place, size).long(), True)[..., :size]
-            self.require_rows(at, valid, purpose, None, self.thought)
-        self.require_pages(at, size, lambda: waits.sum(-1), purpose)
+            valid = valid.scatter_(-1, number, True)[..., :size]
+            self.slots.require_groups(at, valid, purpose, None, self.thought)
+        self.slots.require_pages(at, size, lambda: waits.sum(-1), purpose, None, self.thought)
 
     def flush_rings(self, batch: Batch) -> None:
         """Quantize the full ring of every active row, without the host."""
         at = batch.row
-        bases = self.allocate(batch.row, batch.active, self.storage.buffer)
-        groups = dict[int, Tensor]()
-        for f, base in bases.items():
-            if self.layouts[f].by_token:
-                uses = self._group_sizes(f, base < self.nowhere(f))
-                self.overflow |= (uses > 0).sum() > self.free_rows.top
-                groups[f] = self.draw_rows(f, uses, base, uses.numel())
-                self.free_rows.top.clamp_(min=0)
+        bases = self.slots.allocate(self.lists, at, batch.active, self.thought, self.storage.buffer)
+        groups = self.slots.draw_groups_unchecked(bases)
         # The kernel does not support integers that are shrunk.
         flush = by_layer if self.storage.shrink else self.backend.flush
         flush(_BufferWriter(self, at, bases, groups))
 
     def flushed(self, rows: Sequence[int]) -> None:
         """Update the host's counts after `flush_rings`."""
-        self.used.update(self.home)
+        slots = self.slots
+        slots.used.update(slots.home)
         if not self.asks:
-            self.table.drawn()
-            self.free_rows.at_least = 0  # some were drawn; `require` reads the true number
+            slots.table.drawn()
+            slots.free_groups.at_least = 0  # some were drawn; `require` reads the true number
         for row in rows:
             self.waiting[row] = 0
+
+    # -- eviction
+
+    def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
+        """Evict tokens. Their slots are free at once; no token moves, unless compaction is measured.
+
+        Args:
+            drop: bool [Lt, N, Ht, S], the tokens.
+            at: int64 [N], their rows, each once; None: all B rows.
+        """
+        if self.compaction:
+            if at is not None:
+                everywhere = torch.zeros_like(self.lists.positions(), dtype=torch.bool)
+                drop = everywhere.index_copy_(1, at, drop)
+                at = None
+            drop = self.compaction.plan(drop)
+        if at is None:
+            at = torch.arange(self.shape.rows, device=drop.device)
+        # With late compaction empty pages stay with their lanes until the tokens have moved.
+        late = self.compaction is not None and self.compaction.late
+        self.slots.evict(self.lists, drop, at, keep_pages=late)
+        if self.lists.columns is None:
+            self.lists.refresh()
 
     # -- segments
 
@@ -264,45 +318,59 @@ class PagedStore(Slots):
 
     def clear(self, row: int) -> None:
         """Forget a row."""
-        at = self.one_row(row)
         if self.compaction:
             self.compaction.finish()
-        self.evict(torch.ones_like(self.positions()[:, :1], dtype=torch.bool), at)
+        everything = torch.ones_like(self.lists.positions()[:, :1], dtype=torch.bool)
+        self.evict(everything, self.one_row(row))
         if self.compaction:
             self.compaction.finish()
         self.thought[row] = self.storage.prompt
         self.next_thought[row] = SAME
-        self.scale[..., row] = 1
+        self.pages.scale[..., row] = 1
         self.waiting[row] = 0
         self.starts[row] = []
         self.kinds[row] = []
         self.outgoing_at[row] = -1
         self.reading.discard(row)
-        self.most[row] = self.lengths[row] = 0
+        self.lists.longest[row] = 0
+        self.lengths[row] = 0
+
+    def one_row(self, row: int) -> Tensor:
+        """One row as int64 [1], filled on the device: a copy from the host's memory would wait."""
+        return torch.full((1,), row, device=self.shape.device)
+
+    def format(self) -> Tensor:
+        """Index of every token's format, BUFFER in the ring: uint8 [Lt, B, Ht, S]; undefined behind the list."""
+        return self.slots.format_of(self.lists.places())
 
     # -- tables, tensors, bytes
 
     def entries(self, layer: int, row: int, head: int) -> list[Entry]:
         """The block table of one unit."""
-        n = int(self.count[layer, row, head])
-        place = self.place[layer, row, head, :n].tolist()
-        pos = self.pos[layer, row, head, :n].tolist()
-        at = {divmod(p, self.table.most): q for p, q in zip(place, pos, strict=True) if p >= 0}
-        return self.table.entries((layer, row, head), at, self.starts[row] or [0])
+        lists = self.lists
+        n = int(lists.count[layer, row, head])
+        place = lists.place[layer, row, head, :n].tolist()
+        pos = lists.pos[layer, row, head, :n].tolist()
+        table = self.slots.table
+        tokens = {}  # (page, slot) → original position
+        for p, position in zip(place, pos, strict=True):
+            if p >= 0:
+                tokens[divmod(p, table.stride)] = position
+        return table.entries((layer, row, head), tokens, self.starts[row] or [0])
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Everything that the store occupies."""
-        own = (self.pool, self.side, self.scale_rows, self.row_uses, self.scale_row, self.scale)
+        parts = (*self.pages.tensors, *self.slots.tensors, *self.lists.tensors)
         rings = (self.ring, self.outgoing, self.outgoing_at)
-        lists = (self.place, self.pos, self.count, self.thought_format, self.slots, self.overflow)
         thoughts = (self.thought, self.next_thought, self.begun)
         moves = self.compaction.tensors if self.compaction else ()
-        free = (self.free_rows.stack, self.free_rows.top)
-        return *own, *rings, *lists, *thoughts, *moves, *free, *self.table.tensors
+        return *parts, *rings, *thoughts, *moves
 
     def account(self, rows: Sequence[int] | None = None) -> Ledger:
         """Bytes that the tokens of some rows hold (None: of all). The reserve is the free slots of their pages."""
-        rows = [row for row in (range(len(self.most)) if rows is None else rows) if self.most[row]]
+        if rows is None:
+            rows = range(self.shape.rows)
+        rows = [row for row in rows if self.lists.longest[row]]
         if not rows:
             return Ledger()
         at = torch.tensor(rows, device=self.shape.device)
@@ -312,16 +380,18 @@ class PagedStore(Slots):
     def free_in_pages(self, rows: Tensor) -> int:
         """Bytes of the free slots in the pages of some rows: of the whole pages, less what their tokens take.
         rows: int64 [N]."""
-        page = self.table.page[:, rows]
-        number = page[page != self.table.pages.count].long()
-        of_token = torch.tensor([lay.codes + lay.side for lay in self.layouts], device=number.device)
-        taken = self.table.taken[number] * of_token[self.table.format[number].long()]
-        free = number.numel() * (self.page_bytes + self.side_bytes) - int(taken.sum())
-        return free * self.shape.sharing
+        table = self.slots.table
+        page = table.page[:, rows]
+        page = page[page != table.free_pages.count].long()
+        of_token = torch.tensor([lay.codes + lay.side for lay in self.pages.layouts], device=page.device)
+        of_token = of_token[table.format[page].long()]
+        taken = table.taken[page] * of_token
+        whole = page.numel() * (self.pages.page_bytes + self.pages.side_bytes)
+        return (whole - int(taken.sum())) * self.shape.sharing
 
     def paged(self, row: int) -> int:
         """Tokens of a row that lie in pages, in all lanes together."""
-        there = (self.positions()[:, row] >= 0) & (self.place[:, row, :, : self.seen] >= 0)
+        there = (self.lists.positions()[:, row] >= 0) & (self.lists.places()[:, row] >= 0)
         return int(there.sum()) * self.shape.sharing
 
     def bytes_of(self, rows: Tensor | None = None) -> Tensor:
@@ -333,50 +403,53 @@ class PagedStore(Slots):
         Returns:
             int64 [4, N]: payload, scales, tables and buffers, as the ledger has them.
         """
-        pages = self.table.page
-        count = self.count
+        table = self.slots.table
+        page = table.page
+        count = self.lists.count
         if rows is not None:
-            pages = pages[:, rows]
+            page = page[:, rows]
             count = count[:, rows]
         tokens = count.sum((0, 2))
         payload, scales = self._payload_and_scales(rows, tokens)
-        scaled = sum(lay.k.tensor_scaled + lay.v.tensor_scaled for lay in self.layouts)
-        scales = scales + scaled * self.scale[0, 0, :, 0].nbytes
-        # Of a page: which slots are live and their rows of scales; its number, taken, filled, thought and format.
-        of_slots = self.table.most * (1 + 4 * bool(self.scale_row.numel()))
-        opened = (pages != self.table.pages.count).sum((0, 2, 3))
-        tables = tokens * 8 + opened * (of_slots + 4 + 8) + self.count[:, 0].nbytes
+        scaled = sum(lay.k.tensor_scaled + lay.v.tensor_scaled for lay in self.pages.layouts)
+        scales = scales + scaled * self.pages.scale[0, 0, :, 0].nbytes
+        # Of a page: which slots are live and their groups; its number, taken, filled, thought and format.
+        grouped = self.slots.group_of.numel() > 0
+        of_page = table.stride * (1 + 4 * grouped) + 4 + 8
+        opened = (page != table.free_pages.count).sum((0, 2, 3))
+        tables = tokens * 8 + opened * of_page + self.lists.count[:, 0].nbytes
         buffers = self.ring[:, 0].nbytes + self.outgoing[:, 0].nbytes
         return torch.stack((payload, scales, tables, torch.full_like(payload, buffers)))
 
     def _payload_and_scales(self, rows: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Bytes of codes and of parameters, int64 [N] each; rows: as of `bytes_of`; tokens: of each row, [N]."""
         lanes = self.shape.sharing
-        if len(self.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
-            [lay] = self.layouts
+        slots = self.slots
+        table = slots.table
+        if len(self.pages.layouts) == 1 and not self.storage.buffer:  # all tokens have the same size
+            [lay] = self.pages.layouts
             return tokens * lanes * lay.codes, tokens * lanes * lay.side
-        pos = self.positions()
-        place = self.place[..., : self.seen]
+        pos = self.lists.positions()
+        place = self.lists.places()
         if rows is not None:
             pos = pos[:, rows]
             place = place[:, rows]
         paged = (pos >= 0) & (place >= 0)
-        most = self.table.most
-        page = torch.where(paged, place // most, self.table.pages.count).long()  # in the ring: trash page, no format
-        slot = torch.where(paged, place % most, 0).long()
-        formats = self.table.format[page]
+        page = torch.where(paged, place // table.stride, self.pages.trash_page).long()  # that page has no format
+        slot = torch.where(paged, place % table.stride, 0).long()
+        formats = table.format[page]
         payload = torch.zeros_like(tokens)
         scales = torch.zeros_like(tokens)
-        for f, lay in enumerate(self.layouts):
+        for f, lay in enumerate(self.pages.layouts):
             mine = formats == f
             of_format = mine.sum((0, 2, 3)) * lanes
             payload = payload + of_format * lay.codes
             scales = scales + of_format * lay.side
-            if lay.by_token:  # n living tokens share a row of scales: each has one nth of it
-                row = torch.where(mine, self.scale_row[page, slot], self.free_rows.count).long()
-                uses = self.row_uses[row]
-                share = torch.where(mine, 1 / uses.double(), 0).sum((0, 2, 3))
-                scales = scales + share.round().long() * lanes * lay.row
+            if lay.by_token:  # n living tokens share the parameters of a group: each has one nth of them
+                group = torch.where(mine, slots.group_of[page, slot], slots.free_groups.count).long()
+                uses = slots.group_uses[group].double()
+                share = torch.where(mine, 1 / uses, 0).sum((0, 2, 3))
+                scales = scales + share.round().long() * lanes * lay.shared
         return payload, scales
 
 
@@ -384,7 +457,7 @@ class Writer:
     """Writes the keys and values of appended tokens. Kernels do not call it: they read its fields and write the slots
     themselves."""
 
-    store: Slots
+    store: PagedStore
     at: Tensor  # rows, int64 [N]
     index: Tensor | None = None  # their tokens' places in the ring, int64 [N]; None: the tokens go into pages
     # For each format the slots in the first lane of each unit, int64 [Lt, N, Ht, n]; the trash slot means that the
@@ -397,7 +470,7 @@ class Writer:
 
 
 class _PageWriter(Writer):
-    def __init__(self, store: Slots, at: Tensor, bases: dict[int, Tensor]) -> None:
+    def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor]) -> None:
         self.store = store
         self.at = at
         self.bases = bases
@@ -406,12 +479,13 @@ class _PageWriter(Writer):
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)  # [N, Hkv, n, D]
         for f, base in self.bases.items():
-            index = self.store.index(f, layer, base[min(layer, base.shape[0] - 1)])
-            self.store.write(f, layer, self.at, index, k, v)
+            t = min(layer, len(base) - 1)
+            index = self.store.pages.index(f, layer, base[t])
+            self.store.pages.write(f, layer, self.at, index, k, v)
 
 
 class _RingWriter(Writer):
-    def __init__(self, store: Slots, at: Tensor, index: Tensor) -> None:
+    def __init__(self, store: PagedStore, at: Tensor, index: Tensor) -> None:
         self.store = store
         self.at = at
         self.index = index
@@ -425,18 +499,18 @@ class _RingWriter(Writer):
 class _BufferWriter:
     """Quantizes full rings. The kernel `flush` reads its fields, as kernels do with a Writer."""
 
-    def __init__(self, store: Slots, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
+    def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
         self.store = store
         self.at = at
         self.bases = bases
         self.layers = store.shape.layers
-        self.groups = groups  # of formats with keys by token, their rows of scales: int32 [Lt, N, Ht, groups]
+        self.groups = groups  # of formats with keys by token, the groups: int32 [Lt, N, Ht, groups]
 
     def store_layer(self, layer: int) -> None:
         store = self.store
         k, v = store.ring[layer, self.at].unbind(3)  # [N, Hkv, R, D] each
-        through = store.home[0] if store.storage.shrink else None
+        through = store.slots.home[0] if store.storage.shrink else None
         for f, bases in self.bases.items():
             t = min(layer, len(bases) - 1)
             group = self.groups[f][t] if f in self.groups else None
-            store.write_tokens(f, layer, self.at, bases[t], k, v, group, through)
+            store.pages.write_tokens(f, layer, self.at, bases[t], k, v, group, through)

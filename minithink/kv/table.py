@@ -117,11 +117,11 @@ class BlockTable:
     def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4) -> None:
         """slots: of a page in each format; width: pages that a unit's table has room for at first."""
         self.shape = shape
-        self.slots = tuple(slots)
-        self.most = max(slots)
-        self.pages = FreeList(pages, "pages", device)
+        self.per_page = tuple(slots)
+        self.stride = max(slots)  # places count so many slots for a page of any format (`slots.py`)
+        self.free_pages = FreeList(pages, "pages", device)
         # one extra page, for masked-out writes
-        self.live = torch.zeros(pages + 1, self.most, dtype=torch.bool, device=device)
+        self.live = torch.zeros(pages + 1, self.stride, dtype=torch.bool, device=device)
         self.taken = torch.zeros(pages + 1, dtype=torch.int32, device=device)  # tokens held
         self.filled = torch.zeros(pages + 1, dtype=torch.int16, device=device)
         self.thought = torch.zeros(pages + 1, dtype=torch.uint8, device=device)
@@ -132,8 +132,8 @@ class BlockTable:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors of the table and of the list of free pages."""
-        p = self.pages
-        return self.live, self.taken, self.filled, self.thought, self.format, self.page, p.stack, p.top
+        of_pages = (self.live, self.taken, self.filled, self.thought, self.format)
+        return *of_pages, self.page, self.free_pages.stack, self.free_pages.top
 
     def missing(self, fmt: Tensor, slots: Tensor, thought: Tensor, count: Tensor, at: Tensor) -> Tensor:
         """Count the pages that every unit of some rows must open to have room for more tokens.
@@ -174,22 +174,22 @@ class BlockTable:
         """
         most = pages * self.page[:, :1, :, 0].numel() * len(at)
         missing = cache(missing)
-        self.pages.require(most, lambda: missing().sum(), purpose)
-        self.pages.at_least = max(0, self.pages.at_least - most)
+        self.free_pages.require(most, lambda: missing().sum(), purpose)
+        self.free_pages.at_least = max(0, self.free_pages.at_least - most)
         self.widest += pages
         width = self.page.shape[-1]
         if self.widest > width:  # by the host's bound: count on the device
-            used = (self.page != self.pages.count).sum(-1)  # of all rows: `widest` is a bound for all of them
+            used = (self.page != self.free_pages.count).sum(-1)  # of all rows: `widest` is a bound for all of them
             used[:, at] += missing()
             self.widest = int(used.max())
             if self.widest > width:
                 more = max(self.widest - width, width)  # at least doubling
-                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.pages.count)
+                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.free_pages.count)
 
     def drawn(self) -> None:
         """Pages were opened without `require`. The host's bounds no longer hold, so the next `require` counts on the
         device."""
-        self.pages.at_least = 0
+        self.free_pages.at_least = 0
         self.widest = self.page.shape[-1]
 
     def release(self, page: Tensor, slot: Tensor, which: Tensor, at: Tensor | None = None) -> None:
@@ -200,7 +200,7 @@ class BlockTable:
             which: bool, the slots to free.
             at: int64 [N], the rows of the tokens; None: all rows.
         """
-        page = torch.where(which, page, self.pages.count).long()
+        page = torch.where(which, page, self.free_pages.count).long()
         self.live[page, slot] = False
         self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
         self.give_back(at)
@@ -208,13 +208,13 @@ class BlockTable:
     def give_back(self, at: Tensor | None = None) -> None:
         """Return the pages without a token to the pool. at: int64 [N], the rows; None: all rows."""
         page = self.page if at is None else self.page[:, at]
-        empty = (page != self.pages.count) & (self.taken[page.long()] == 0)
-        self.pages.give(page, empty)
-        self.format[torch.where(empty, page, self.pages.count).long()] = 255
+        empty = (page != self.free_pages.count) & (self.taken[page.long()] == 0)
+        self.free_pages.give(page, empty)
+        self.format[torch.where(empty, page, self.free_pages.count).long()] = 255
         if at is None:
-            page.masked_fill_(empty, self.pages.count)
+            page.masked_fill_(empty, self.free_pages.count)
         else:
-            self.page[:, at] = page.masked_fill(empty, self.pages.count)
+            self.page[:, at] = page.masked_fill(empty, self.free_pages.count)
 
     def entries(
         self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]
@@ -228,13 +228,13 @@ class BlockTable:
         """
         out = []
         for page in self.page[unit].tolist():
-            if page != self.pages.count:
+            if page != self.free_pages.count:
                 out.append(self._entry(page, tokens, starts))
         return out
 
     def _entry(self, page: int, tokens: dict[tuple[int, int], int], starts: Sequence[int]) -> Entry:
         """The table's row of one page. Arguments as of `entries`."""
-        slots = range(self.slots[int(self.format[page])])
+        slots = range(self.per_page[int(self.format[page])])
         filled = int(self.filled[page])
         begins = {}  # slot → where its token's segment begins
         for slot in slots:

@@ -17,7 +17,8 @@ from torch import Tensor
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Demand, Policy, See
 from minithink.kv.observe import Observations, Weights
-from minithink.kv.pages import Pages, Reading
+from minithink.kv.reading import Reading
+from minithink.kv.store import PagedStore
 from minithink.ref.decode_attention import query_rows
 
 # Called with the view, the policy, its scores and where they count; a recorder sets it (`Step.note`).
@@ -38,7 +39,7 @@ class View:
 
     def __init__(
         self,
-        store: Pages,
+        store: PagedStore,
         observations: Observations,
         policy: Policy,
         budgets: Mapping[int, Tensor],
@@ -107,10 +108,10 @@ class View:
 
     @cached_property
     def _pos(self) -> Tensor:
-        return self._shown(self.store.positions(), 1)
+        return self._shown(self.store.lists.positions(), 1)
 
     def held(self, layer: int | None = None) -> Tensor:
-        held = self._shown(self.store.count, 1) if self._supposed is None else self._supposed
+        held = self._shown(self.store.lists.count, 1) if self._supposed is None else self._supposed
         return self._at(held, layer)
 
     def format(self, layer: int | None = None) -> Tensor:
@@ -161,13 +162,13 @@ class View:
             length = length[shown]
             clock = clock[shown]
         if self.store.storage.lag:  # a prompt that was just read is not in the ring yet
-            return self.store.reader(row, length, settled=clock > 0)
+            return Reading(self.store, row, length, settled=clock > 0)
         every_row = shown is None and self.batch.whole
-        return self.store.reader(None if every_row else row)
+        return Reading(self.store, None if every_row else row)
 
     def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
-        store = self.store
-        return self.ops.segments(store.pos, store.count, self.row, self.prompt, tau, total)
+        lists = self.store.lists
+        return self.ops.segments(lists.pos, lists.count, self.row, self.prompt, tau, total)
 
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return self.ops.survivors(self._reader(None), first, size, goal, longest)
@@ -179,12 +180,12 @@ class View:
         group = self._demand(See.MASS, 0).group
         whole = self.observations.all_layers(group)
         if whole is not None:
-            return self._shown(whole[..., : self.store.seen], 1)
+            return self._shown(whole[..., : self.store.lists.seen], 1)
         return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
 
     def _weights(self, kept: Weights, layer: int, group: str) -> Tensor:
         """Attention weights that were kept, 0 if none were: [R, heads, S]."""
-        width = self.store.seen
+        width = self.store.lists.seen
         held = kept.get((layer, group))
         if held is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads

@@ -23,7 +23,7 @@ def survivors(
     the keys of all these lanes together.
 
     Args:
-        read: the store's Reading of R rows (`minithink/kv/pages.py`).
+        read: the store's Reading of R rows (`minithink/kv/reading.py`).
         first: integers [Lt, R, Ht, G], the column in which each segment begins.
         size: integers [Lt, R, Ht, G], tokens of each segment.
         goal: integers [R, G], tokens that each segment may keep.

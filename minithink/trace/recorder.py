@@ -281,7 +281,7 @@ class Recorder:
 
     def _moved(self, manager: KVManager, s: _Sequence, t: int) -> None:
         """Record tokens whose format has changed."""
-        pos = manager.store.positions()[:, s.row].flatten(0, 1).cpu().numpy()
+        pos = manager.store.lists.positions()[:, s.row].flatten(0, 1).cpu().numpy()
         now = manager.store.format()[:, s.row].flatten(0, 1).cpu().numpy()
         unit, column = (pos >= 0).nonzero()
         pos, now = pos[unit, column], now[unit, column]

@@ -73,7 +73,7 @@ def run(stream: Stream) -> tuple[list[Held], list[Held]]:
             if isinstance(own, FullCache):
                 counts = [own.held(s.number)]
             else:
-                counts = own.store.count[:, own.row_of(s.number)].flatten().tolist()
+                counts = own.store.lists.count[:, own.row_of(s.number)].flatten().tolist()
             seen[s.number].append((sum(counts) / len(counts), own.account(s.number).held, counts))
         measure(sequences)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from minithink.kv.contract import Scope, Shape, Storage
+from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from tests.kernels.device import DEVICE
 from tests.kv.poison import poison
@@ -49,7 +50,7 @@ def filled(
         return tuple(x.to(DEVICE, dtype).unbind())  # type: ignore[return-value]
 
     def drop() -> None:
-        valid = store.positions() >= 0
+        valid = store.lists.positions() >= 0
         store.evict(valid & (torch.rand(valid.shape, generator=generator).to(DEVICE) > keep))
 
     rows = [row for row, n in enumerate(lengths) if n]
@@ -60,10 +61,10 @@ def filled(
     for layer in range(layers):
         writer.write(layer, *values(len(rows), max(counts)))
     for row in rows:
-        store.moves.measure(row)
+        Moves(store).measure(row)
     drop()
     for row in rows:
-        store.moves.settle(row, lengths[row])
+        Moves(store).settle(row, lengths[row])
     for step in range(steps):
         if full := [row for row in rows if 0 < storage.buffer == store.waiting[row]]:
             flush(store, full)
@@ -76,8 +77,8 @@ def filled(
             kinds = torch.randint(len(storage.thoughts), (len(lengths),), generator=generator).to(DEVICE, torch.uint8)
             open_now(store, torch.ones_like(kinds, dtype=torch.bool), kinds)
     for name in storage.also:
-        valid = store.positions() >= 0
-        store.moves.requantize(
+        valid = store.lists.positions() >= 0
+        Moves(store).requantize(
             valid & (torch.rand(valid.shape, generator=generator).to(DEVICE) > 0.8), name, "values"
         )
     return store

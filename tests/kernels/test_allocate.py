@@ -43,9 +43,9 @@ class Lists:
 
     def call(self, operation: Callable[..., Tensor], wishes: Wishes, size: int) -> Tensor:
         t = self.table
-        slots = torch.tensor(t.slots, dtype=torch.int32, device=DEVICE)
+        slots = torch.tensor(t.per_page, dtype=torch.int32, device=DEVICE)
         return operation(
-            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.pages.stack, t.pages.top, self.place,
+            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.free_pages.stack, t.free_pages.top, self.place,
             self.count, wishes.at, wishes.active, wishes.thought, wishes.formats, slots, self.overflow, size,
             self.shape.sharing,
         )  # fmt: skip
@@ -54,8 +54,10 @@ class Lists:
         """Forget a share of the tokens, which all have slots."""
         held = torch.arange(COLUMNS + 1, device=DEVICE) < self.count[..., None]
         gone = held & (torch.rand(held.shape, generator=generator).to(DEVICE) < share)
-        most = self.table.most
-        self.table.release(torch.where(gone, self.place // most, self.table.pages.count), self.place % most, gone)
+        most = self.table.stride
+        self.table.release(
+            torch.where(gone, self.place // most, self.table.free_pages.count), self.place % most, gone
+        )
         keep = held & ~gone
         column = torch.where(keep, keep.cumsum(-1) - 1, COLUMNS)
         self.place.scatter_(-1, column, self.place.clone())
@@ -94,14 +96,14 @@ def by_table(lists: Lists, wishes: Wishes, size: int) -> Tensor:
         for n, row in enumerate(wishes.at.tolist()):
             thought = int(wishes.thought[row])
             f = int(wishes.formats[thought])
-            lanes = lists.shape.sharing * t.slots[f]
-            base[layer, n] = t.pages.count * lanes
+            lanes = lists.shape.sharing * t.per_page[f]
+            base[layer, n] = t.free_pages.count * lanes
             for head in range(heads) if wishes.active[n] else ():
                 unit = layer, row, head
                 for column in range(int(lists.count[unit])):
                     if (index := -1 - int(places[(*unit, column)])) >= 0:
                         page, slot = take(t, unit, f, thought)
-                        places[(*unit, column)] = page * t.most + slot
+                        places[(*unit, column)] = page * t.stride + slot
                         base[layer, n, head, index] = page * lanes + slot
     return base.to(DEVICE)
 
@@ -109,12 +111,12 @@ def by_table(lists: Lists, wishes: Wishes, size: int) -> Tensor:
 def take(t: BlockTable, unit: tuple[int, int, int], f: int, thought: int) -> tuple[int, int]:
     """A slot for one token of a unit: page and slot."""
     pages = t.page[unit].tolist()
-    mine = [p for p in pages if p != t.pages.count and (int(t.format[p]), int(t.thought[p])) == (f, thought)]
-    page = next((p for p in mine if int(t.taken[p]) < t.slots[f]), None)
+    mine = [p for p in pages if p != t.free_pages.count and (int(t.format[p]), int(t.thought[p])) == (f, thought)]
+    page = next((p for p in mine if int(t.taken[p]) < t.per_page[f]), None)
     if page is None:
-        page = int(t.pages.stack[t.pages.top - 1])
-        t.pages.top -= 1
-        t.page[unit][pages.index(t.pages.count)] = page
+        page = int(t.free_pages.stack[t.free_pages.top - 1])
+        t.free_pages.top -= 1
+        t.page[unit][pages.index(t.free_pages.count)] = page
         t.live[page], t.taken[page], t.filled[page], t.format[page], t.thought[page] = False, 0, 0, f, thought
     slot = t.live[page].tolist().index(False)
     t.live[page, slot] = True
@@ -125,7 +127,7 @@ def take(t: BlockTable, unit: tuple[int, int, int], f: int, thought: int) -> tup
 
 def assert_tables_same(name: str, got: BlockTable, want: BlockTable) -> None:
     """All that they hold, but for what nobody reads: at the page that is none, and columns nobody has used."""
-    width, none = min(got.page.shape[-1], want.page.shape[-1]), want.pages.count
+    width, none = min(got.page.shape[-1], want.page.shape[-1]), want.free_pages.count
     for table in (got, want):
         assert (table.page[..., width:] == none).all(), f"{name}: the tables have different widths"
     assert_same(f"{name} page", got.page[..., :width], want.page[..., :width])
@@ -142,11 +144,11 @@ def assert_same_lists(name: str, got: Lists, want: Lists) -> None:
 
 def assert_consistent(table: BlockTable) -> None:
     """Every page is in one table or on the stack, and what is known of it is right."""
-    none, free = table.pages.count, table.pages.free
+    none, free = table.free_pages.count, table.free_pages.free
     held = table.page[table.page != none].tolist()
-    assert sorted([*held, *table.pages.stack[:free].tolist()]) == list(range(none))
+    assert sorted([*held, *table.free_pages.stack[:free].tolist()]) == list(range(none))
     assert_same("taken", table.taken[:none], table.live[:none].sum(-1, dtype=torch.int32))
-    assert not table.live[table.pages.stack[:free].long()].any()
+    assert not table.live[table.free_pages.stack[:free].long()].any()
 
 
 def small_blocks(patch: pytest.MonkeyPatch, block: int, units: int) -> None:
@@ -225,12 +227,12 @@ def test_no_room(
         assert_same("base", base["kernel"], base["twin"])
         assert_same_lists("kernel", ours, twin)
         assert_consistent(ours.table)
-        nowhere = ours.listed() == pages * ours.table.most
+        nowhere = ours.listed() == pages * ours.table.stride
         nowhere &= torch.arange(COLUMNS + 1, device=DEVICE) < ours.count[..., None]
         assert bool(ours.overflow) == bool(twin.overflow) == bool(nowhere.any())
         full = (ours.table.page != pages).all(-1)
         lacking = nowhere.any(-1)
-        assert ours.table.pages.free == 0 or full[lacking].all(), "a page was left, and a column for it"
+        assert ours.table.free_pages.free == 0 or full[lacking].all(), "a page was left, and a column for it"
         if ours.overflow:  # sequences cannot go on
             return
 
@@ -274,4 +276,4 @@ def test_what_others_hold_stays() -> None:
     base = lists.call(allocate, wishes, 3)
     assert_same("the idle row's places", lists.place[:, 1], before)
     assert base[0, :, 0].tolist() == [[36, 36, 36], [0, 1, 2]]
-    assert lists.table.pages.free == 8
+    assert lists.table.free_pages.free == 8

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minithink.kernels.append import append
 from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore, Writer
 from minithink.ref import append as ref
 from tests.compare import assert_close
@@ -63,17 +64,17 @@ def pair(storage: Storage, scope: Scope, lengths: list[int], seed: int, **how: A
     store, twin = (built(device, storage, scope, lengths, seed, **how) for device in (DEVICE, CPU))
     if DEVICE != CPU:
         pages = in_use(twin)
-        for mine, own in ((store.pool, twin.pool), (store.side, twin.side)):
+        for mine, own in ((store.pages.pool, twin.pool), (store.pages.side, twin.side)):
             own[:pages].copy_(mine[:pages])
         twin.ring.copy_(store.ring)
-        twin.scale.copy_(store.scale)
+        twin.scale.copy_(store.pages.scale)
     return store, twin
 
 
 def in_use(store: PagedStore) -> int:
     """Pages up to the last one that holds tokens, and some more."""
-    holds = (store.table.format[:-1] != 255).nonzero()
-    return min(store.trash_page, 4 + int(holds.max()) if len(holds) else 4)
+    holds = (store.slots.table.format[:-1] != 255).nonzero()
+    return min(store.pages.trash_page, 4 + int(holds.max()) if len(holds) else 4)
 
 
 def assert_same_stores(name: str, got: PagedStore, want: PagedStore) -> None:
@@ -165,7 +166,7 @@ def test_any_strides(storage: str, dtype: torch.dtype) -> None:
     want = ref.append(q, k, v, cos, sin, writers[1], 1)
     near = {"atol": 1e-6, "rtol": torch.finfo(dtype).eps}
     assert_close("q", got.float(), want.float(), **near)
-    for name, a, b in zip(("k", "v"), *(s.reader()(1) for s in both), strict=True):
+    for name, a, b in zip(("k", "v"), *(Reading(s)(1) for s in both), strict=True):
         assert_close(name, a.float(), b.float(), **near)
 
 

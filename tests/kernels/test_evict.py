@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minithink.kernels.evict import evict
 from minithink.kv.contract import SCOPES, Scope, Shape, Storage
+from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.ref import evict as ref
 from tests.compare import assert_same
@@ -29,10 +30,10 @@ MIXED = Storage(("ternary", "nvfp4:by=token/nvfp4", "fp8"), block=8, buffer=24, 
 
 def tensors(store: PagedStore) -> tuple[Tensor, ...]:
     """What the operation changes, in its order."""
-    t, rows = store.table, store.free_rows
-    lists = store.place, store.pos, store.count
-    pages = t.live, t.taken, t.format, t.page, t.pages.stack, t.pages.top
-    return *lists, *pages, store.scale_row, store.row_uses, rows.stack, rows.top
+    t, rows = store.slots.table, store.slots.free_groups
+    lists = store.lists.place, store.lists.pos, store.lists.count
+    pages = t.live, t.taken, t.format, t.page, t.free_pages.stack, t.free_pages.top
+    return *lists, *pages, store.slots.group_of, store.slots.group_uses, rows.stack, rows.top
 
 
 def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -97,20 +98,22 @@ class KernelStore(PagedStore):
     """A store that evicts by the kernel."""
 
     def evict(self, drop: Tensor, at: Tensor | None = None) -> None:
-        drop = drop | (self.positions() < 0)[:, slice(None) if at is None else at]  # behind the last token: anything
+        drop = (
+            drop | (self.lists.positions() < 0)[:, slice(None) if at is None else at]
+        )  # behind the last token: anything
         at = torch.arange(self.shape.rows, device=DEVICE) if at is None else at
         other, twins, others = (tuple(x.clone() for x in tensors(self)) for _ in range(3))
         before = drop.clone()
-        assert evict(drop, at, *tensors(self), self.table.most) is None
-        ref.evict(drop, at, *twins, self.table.most)
+        assert evict(drop, at, *tensors(self), self.slots.table.stride) is None
+        ref.evict(drop, at, *twins, self.slots.table.stride)
         assert_tensors_same("kernel and twin", tensors(self), twins)
-        assert_evicted(named(others), named(twins), drop, at, self.table.most)
-        evict(drop.flip(1), at.flip(0), *other, self.table.most)
-        ref.evict(drop.flip(1), at.flip(0), *others, self.table.most)
+        assert_evicted(named(others), named(twins), drop, at, self.slots.table.stride)
+        evict(drop.flip(1), at.flip(0), *other, self.slots.table.stride)
+        ref.evict(drop.flip(1), at.flip(0), *others, self.slots.table.stride)
         assert_tensors_same("the other way round, kernel and twin", other, others)
         assert_same("drop", drop, before)
-        if self.columns is None:
-            self.refresh()
+        if self.lists.columns is None:
+            self.lists.refresh()
 
 
 def new_store(
@@ -118,29 +121,31 @@ def new_store(
 ) -> PagedStore:
     layers, rows, heads = sizes
     shape = Shape(layers, rows, heads, 2 * heads, 32, 8, scope, DEVICE)
-    return kind(shape, {**STORAGES, "mixed": MIXED}[name], **{"pages": 600, "scale_rows": 500, **options})  # type: ignore[arg-type]
+    return kind(shape, {**STORAGES, "mixed": MIXED}[name], **{"pages": 600, "groups": 500, **options})  # type: ignore[arg-type]
 
 
 def assert_stores_same(got: PagedStore, want: PagedStore) -> None:
-    assert_tables_same("store", got.table, want.table)
-    lists = [(s.place.masked_fill(s.pos < 0, 0), s.pos, s.count) for s in (got, want)]
+    assert_tables_same("store", got.slots.table, want.slots.table)
+    lists = [(s.lists.place.masked_fill(s.lists.pos < 0, 0), s.lists.pos, s.lists.count) for s in (got, want)]
     for what, x, y in zip(("place", "pos", "count"), *lists, strict=True):
         assert_same(what, x, y)
-    assert_consistent(got.table)
-    assert_same("rows of slots", got.scale_row[: len(got.table.live) - 1], want.scale_row[: len(want.table.live) - 1])
-    assert_same("uses", got.row_uses[:-1], want.row_uses[:-1])
-    assert_same("rows on the stack", *(s.free_rows.stack[: s.free_rows.count] for s in (got, want)))
-    assert got.free_rows.free == want.free_rows.free
-    rows = [got.free_rows.stack[: got.free_rows.free], got.row_uses[:-1].nonzero().flatten()]
-    assert torch.cat(rows).sort().values.tolist() == list(range(got.free_rows.count))
-    living = got.scale_row[got.table.live.nonzero(as_tuple=True)] if got.scale_row.numel() else got.row_uses[:0]
-    uses = living[living < got.free_rows.count].long().bincount(minlength=got.free_rows.count)
-    assert_same("uses are living tokens", got.row_uses[:-1].long(), uses)
+    assert_consistent(got.slots.table)
+    ours, theirs = got.slots, want.slots
+    pages, free = ours.table.free_pages.count, ours.free_groups
+    assert_same("groups of slots", ours.group_of[:pages], theirs.group_of[:pages])
+    assert_same("uses", ours.group_uses[:-1], theirs.group_uses[:-1])
+    assert_same("groups on the stack", *(x.free_groups.stack[: x.free_groups.count] for x in (ours, theirs)))
+    assert free.free == theirs.free_groups.free
+    groups = [free.stack[: free.free], ours.group_uses[:-1].nonzero().flatten()]
+    assert torch.cat(groups).sort().values.tolist() == list(range(free.count))
+    living = ours.group_of[ours.table.live.nonzero(as_tuple=True)] if ours.group_of.numel() else ours.group_uses[:0]
+    uses = living[living < free.count].long().bincount(minlength=free.count)
+    assert_same("uses are living tokens", ours.group_uses[:-1].long(), uses)
 
 
 def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: Callable[[Tensor], Tensor]) -> Tensor:
     """bool [Lt, B, Ht, S]."""
-    pos = store.positions()
+    pos = store.lists.positions()
     chance = torch.rand(pos.shape, generator=generator).to(DEVICE)
     if kind == "few":  # one token or none of a unit
         return (chance < 0.5) & (chance == torch.where(pos >= 0, chance, 2).amin(-1, keepdim=True))
@@ -204,7 +209,7 @@ def test_equals_the_store(
                 for store in (got, want):
                     store.append(new, counts, [0] * len(new))
                     for row, count in zip(new, counts, strict=True):
-                        store.moves.settle(row, count)
+                        Moves(store).settle(row, count)
                 for row, count in zip(new, counts, strict=True):
                     lengths[row] = count
             else:
@@ -246,26 +251,26 @@ def test_as_it_is_launched(scope: Scope) -> None:
     for store in stores:
         store.evict(drop)
     assert_stores_same(*stores)
-    assert stores[0].table.pages.free == 6000
+    assert stores[0].table.free_pages.free == 6000
 
 
 def test_units_that_drop_nothing_are_left_alone() -> None:
     """Not a byte of theirs is written, nor behind their last token, whatever `drop` holds there."""
     store = new_store(PagedStore, "plain", (2, 2, 2), "head", width=12)
     store.append([0, 1], [5, 9], [0, 0])
-    store.place.masked_fill_(store.pos < 0, 12345)
+    store.lists.place.masked_fill_(store.lists.pos < 0, 12345)
     before = [x.clone() for x in tensors(store)]
-    drop = store.positions() < 0  # no token
+    drop = store.lists.positions() < 0  # no token
     at = torch.arange(2, device=DEVICE)
-    evict(drop, at, *tensors(store), store.table.most)
+    evict(drop, at, *tensors(store), store.slots.table.stride)
     for x, y in zip(tensors(store), before, strict=True):
         assert_same("a tensor", x, y)
     drop[1, 1, 0, 3] = True
-    evict(drop, at, *tensors(store), store.table.most)
-    changed = (store.pos != before[1]).any(-1)
+    evict(drop, at, *tensors(store), store.slots.table.stride)
+    changed = (store.lists.pos != before[1]).any(-1)
     assert changed.nonzero().tolist() == [[1, 1, 0]]
-    assert store.count.flatten().tolist() == [5, 5, 9, 9, 5, 5, 8, 9]
-    assert store.pos[1, 1, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, *[-1] * (store.pos.shape[-1] - 8)]
+    assert store.lists.count.flatten().tolist() == [5, 5, 9, 9, 5, 5, 8, 9]
+    assert store.lists.pos[1, 1, 0].tolist() == [0, 1, 2, 4, 5, 6, 7, 8, *[-1] * (store.lists.pos.shape[-1] - 8)]
 
 
 @pytest.mark.parametrize("block", [32, 1024])
@@ -274,21 +279,21 @@ def test_rows_of_key_scales_go_with_their_last_tokens(block: int, monkeypatch: p
     monkeypatch.setattr("minithink.kernels.evict.BLOCKS", ((0, block),))
     store = filled(STORAGES["nvfp4-by-token"], "head", [40, 9, 61], layers=2, keep=0.9, seed=3)
     at, generator = torch.tensor([2, 0], device=DEVICE), torch.Generator().manual_seed(5)
-    before = store.free_rows.free
+    before = store.slots.free_groups.free
     for share in (0.3, 0.5, 0.5, 1.0):
-        shape = store.positions()[:, at].shape
+        shape = store.lists.positions()[:, at].shape
         drop = (torch.rand(shape, generator=generator) < share).to(DEVICE)
         twins = tuple(x.clone() for x in tensors(store))
-        evict(drop, at, *tensors(store), store.table.most)
-        ref.evict(drop, at, *twins, store.table.most)
+        evict(drop, at, *tensors(store), store.slots.table.stride)
+        ref.evict(drop, at, *twins, store.slots.table.stride)
         assert_tensors_same(f"{share} of the tokens,", tensors(store), twins)
-        uses = store.scale_row[store.table.live[:-1].nonzero(as_tuple=True)]
-        uses = uses[uses < store.free_rows.count].long().bincount(minlength=store.free_rows.count)
-        assert_same("uses", store.row_uses[:-1].long(), uses)
-    assert store.count[:, at].sum() == 0
-    assert store.free_rows.free > before
-    free = store.free_rows.stack[: store.free_rows.free].tolist()
-    assert sorted([*free, *uses.nonzero().flatten().tolist()]) == list(range(store.free_rows.count))
+        uses = store.slots.group_of[store.slots.table.live[:-1].nonzero(as_tuple=True)]
+        uses = uses[uses < store.slots.free_groups.count].long().bincount(minlength=store.slots.free_groups.count)
+        assert_same("uses", store.slots.group_uses[:-1].long(), uses)
+    assert store.lists.count[:, at].sum() == 0
+    assert store.slots.free_groups.free > before
+    free = store.slots.free_groups.stack[: store.slots.free_groups.free].tolist()
+    assert sorted([*free, *uses.nonzero().flatten().tolist()]) == list(range(store.slots.free_groups.count))
 
 
 def test_whole_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,9 +302,9 @@ def test_whole_blocks_move(monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(STORAGES["plain"], "head", [230, 215], layers=2, keep=1.0, seed=4)
     at = torch.arange(2, device=DEVICE)
     for columns in ([3], [0, 70], [31, 32], [199], [64, 100, 101]):
-        drop = torch.zeros_like(store.positions(), dtype=torch.bool)
+        drop = torch.zeros_like(store.lists.positions(), dtype=torch.bool)
         drop[:, :, :, columns] = True
         twins = tuple(x.clone() for x in tensors(store))
-        evict(drop, at, *tensors(store), store.table.most)
-        ref.evict(drop, at, *twins, store.table.most)
+        evict(drop, at, *tensors(store), store.slots.table.stride)
+        ref.evict(drop, at, *twins, store.slots.table.stride)
         assert_tensors_same(f"columns {columns},", tensors(store), twins)

@@ -14,6 +14,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE, Backend, triton_backend
 from minithink.kv.batch import Batch
 from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
@@ -49,8 +50,8 @@ def with_full_rings(
             writer.write(layer, *x.unbind())
         for row in waiting:
             fed[row] += 1
-    chance = torch.rand(store.positions().shape, generator=generator).to(DEVICE)
-    store.evict((store.positions() >= 0) & (chance < gone))
+    chance = torch.rand(store.lists.positions().shape, generator=generator).to(DEVICE)
+    store.evict((store.lists.positions() >= 0) & (chance < gone))
     return store
 
 
@@ -93,22 +94,33 @@ def test_equals_the_twin_and_the_store(
     active = (torch.rand(len(at), generator=generator) < 0.8).to(DEVICE)
     store.require_flush(at.tolist())  # tables grow; where the host does not ask, they are wide enough from the start
     twin, ours = (flushed(store, at, active, backend) for backend in (REFERENCE, triton_backend()))
-    none = store.table.pages.count
-    assert_tables_same(name, ours.table, twin.table)
-    held = twin.pos >= 0
-    assert_same("place", ours.place.masked_fill(~held, 0), twin.place.masked_fill(~held, 0))
-    for what in ("pool", "side", "scale_row", "scale_rows", "ring", "pos", "count"):
-        last = none if what in ("pool", "side", "scale_row") else len(getattr(twin, what))
-        if what == "scale_rows":
-            last = twin.free_rows.count
-        assert_same(what, *(getattr(s, what)[:last].contiguous().view(torch.uint8) for s in (ours, twin)))
-    assert_same("uses", ours.row_uses[: twin.free_rows.count], twin.row_uses[: twin.free_rows.count])
-    assert not ours.overflow
-    assert not twin.overflow
+    none = store.slots.table.free_pages.count
+    assert_tables_same(name, ours.slots.table, twin.slots.table)
+    held = twin.lists.pos >= 0
+    assert_same("place", ours.lists.place.masked_fill(~held, 0), twin.lists.place.masked_fill(~held, 0))
+    for what, x, y in zip(("pool", "side", "groups of tokens"), of_pages(ours), of_pages(twin), strict=True):
+        assert_same(what, x[:none].contiguous(), y[:none].contiguous())
+    groups = twin.slots.free_groups.count
+    assert_same("parameters of groups", ours.pages.group_params[:groups], twin.pages.group_params[:groups])
+    assert_same("ring", ours.ring.view(torch.uint8), twin.ring.view(torch.uint8))
+    assert_same("pos", ours.lists.pos, twin.lists.pos)
+    assert_same("count", ours.lists.count, twin.lists.count)
+    assert_same(
+        "uses",
+        ours.slots.group_uses[: twin.slots.free_groups.count],
+        twin.slots.group_uses[: twin.slots.free_groups.count],
+    )
+    assert not ours.slots.overflow
+    assert not twin.slots.overflow
 
     for got in (twin, ours):
-        assert_consistent(got.table)
+        assert_consistent(got.slots.table)
         assert_flushed(store, got, at[active].tolist())
+
+
+def of_pages(store: PagedStore) -> tuple[Tensor, Tensor, Tensor]:
+    """What has an entry for every page."""
+    return store.pages.pool, store.pages.side, store.slots.group_of
 
 
 def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> None:
@@ -119,17 +131,17 @@ def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> No
     token are quantized together: those that are left of each stretch of `group` places of the ring. All other tokens
     stay where they are and as they are.
     """
-    assert_same("pos", after.pos, before.pos)
-    assert_same("count", after.count, before.count)
+    assert_same("pos", after.lists.pos, before.lists.pos)
+    assert_same("count", after.lists.count, before.lists.count)
     assert after.waiting == [0 if row in rows else n for row, n in enumerate(before.waiting)]
-    taken, most, uses = list[int](), after.table.most, 0
+    taken, most, uses = list[int](), after.slots.table.stride, 0
     layers, _, heads = before.shape.tables
     for layer, row, head in product(range(2), range(before.shape.rows), range(2)):
         unit = min(layer, layers - 1), row, min(head, heads - 1)
-        n, kind = int(before.count[unit]), int(before.thought[row])
+        n, kind = int(before.lists.count[unit]), int(before.thought[row])
         f = before.storage.formats.index(before.storage.thoughts[kind])
-        was, now = (s.place[unit][:n].tolist() for s in (before, after))
-        reads = [[x[row, head, :n] for x in s.reader()(layer)] for s in (before, after)]
+        was, now = (s.lists.place[unit][:n].tolist() for s in (before, after))
+        reads = [[x[row, head, :n] for x in Reading(s)(layer)] for s in (before, after)]
         waiting = {-1 - place: column for column, place in enumerate(was) if place < 0 and row in rows}
         for column in set(range(n)) - set(waiting.values()):
             assert now[column] == was[column]
@@ -137,14 +149,14 @@ def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> No
                 assert_same(f"token {column} of lane {layer, row, head}", got[column], want[column])
         for column in waiting.values():
             page = now[column] // most
-            assert (int(after.table.format[page]), int(after.table.thought[page])) == (f, kind)
-        for part, fmt in enumerate((before.layouts[f].k, before.layouts[f].v)):
+            assert (int(after.slots.table.format[page]), int(after.slots.table.thought[page])) == (f, kind)
+        for part, fmt in enumerate((before.pages.layouts[f].k, before.pages.layouts[f].v)):
             together = fmt.group if fmt.by == "token" else 1
             for start in range(0, before.storage.buffer, together):
                 group = [i for i in range(start, start + together) if i in waiting]
                 if group:
                     x = before.ring[layer, row, head, group, part]
-                    scale = before.scale[f, part, layer, row]
+                    scale = before.pages.scale[f, part, layer, row]
                     codes, params = fmt.quantize(x, scale)
                     want = fmt.dequantize(codes, params, scale, before.dtype)
                     assert_same(f"{'kv'[part]} of {group}", reads[1][part][[waiting[i] for i in group]], want)
@@ -152,9 +164,9 @@ def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> No
         if (layer, head) == (unit[0], unit[2]):  # the first lane of its unit
             taken += [place for place in now if place >= 0]
     assert len(set(taken)) == len(taken), "one token a slot"
-    assert int(after.table.live[:-1].sum()) == len(taken)
+    assert int(after.slots.table.live[:-1].sum()) == len(taken)
     lanes = before.shape.sharing
-    assert int((after.row_uses[:-1].sum() - before.row_uses[:-1].sum()) * lanes) == uses
+    assert int((after.slots.group_uses[:-1].sum() - before.slots.group_uses[:-1].sum()) * lanes) == uses
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -162,13 +174,13 @@ def test_too_small_a_pool_is_noticed(scope: Scope) -> None:
     """No rows of scales, or no pages: the flag says it, and what the others hold stays."""
     store = with_full_rings(BUFFERED["nvfp4-by-token"], scope, 2, torch.float32, 32, 0.0, 3)
     at, active = torch.tensor([1], device=DEVICE), torch.tensor([True], device=DEVICE)
-    for empty in (store.free_rows, store.table.pages):
+    for empty in (store.slots.free_groups, store.slots.table.free_pages):
         poor = copied(store)
-        (poor.free_rows if empty is store.free_rows else poor.table.pages).top.fill_(0)
-        before = [x[:1].clone() for x in poor.reader()(1)]
+        (poor.slots.free_groups if empty is store.slots.free_groups else poor.slots.table.free_pages).top.fill_(0)
+        before = [x[:1].clone() for x in Reading(poor)(1)]
         for backend in (REFERENCE, triton_backend()):
             got = flushed(poor, at, active, backend)
-            assert got.overflow
-            assert int(got.free_rows.top) >= 0
-            for x, y in zip(got.reader()(1), before, strict=True):
+            assert got.slots.overflow
+            assert int(got.slots.free_groups.top) >= 0
+            for x, y in zip(Reading(got)(1), before, strict=True):
                 assert_same("row 0", x[:1], y)

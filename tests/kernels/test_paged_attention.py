@@ -19,6 +19,7 @@ from minithink.kernels._layout import Cache
 from minithink.kernels.by_format import by_format
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import SCOPES, Scope, Storage
+from minithink.kv.reading import Reading
 from minithink.ref import paged_attention as ref
 from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE, needs_graphs
@@ -70,12 +71,12 @@ def test_equals_its_twin(
     n = len(lengths) if rows is None else len(rows)
     q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
-    want, want_mass = ref.paged_attention(q, store.reader(rows), layer, group)
+    want, want_mass = ref.paged_attention(q, Reading(store, rows), layer, group)
     store.backend = BACKEND
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in CUTS[cut].items():
             patch.setattr(_parts, constant, value)
-        got, mass = paged_attention(q, store.reader(rows), layer, group)
+        got, mass = paged_attention(q, Reading(store, rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
     assert_close(f"out of {name}", got.float(), want.float(), atol=near * max(1e-3, float(want.abs().max())))
@@ -97,8 +98,8 @@ def test_lanes_of_every_length_are_whole(
         monkeypatch.setattr(_parts, "MERGED", merged)
     store = filled(STORAGES["plain"], "head", [prompt], steps=1, seed=2)
     q = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    want, _ = ref.paged_attention(q, store.reader(), 0)
-    got, _ = paged_attention(q, store.reader(), 0)
+    want, _ = ref.paged_attention(q, Reading(store), 0)
+    got, _ = paged_attention(q, Reading(store), 0)
     assert_close("out", got, want, atol=2e-6)
 
 
@@ -122,9 +123,9 @@ def _several(name: str, group: str | None, steps: int = 47) -> Tensor:
     """Kernel and twin over several formats → int32 [Lt, N, 1, F + 1], tokens of each format and of the ring."""
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=steps, keep=0.4, seed=5)
     store.backend = BACKEND
-    read = store.reader()
+    read = Reading(store)
     held = read.by_format[2].diff(dim=-1)
-    assert held.shape[-1] == len(store.used) + 1 > 2
+    assert held.shape[-1] == len(store.slots.used) + 1 > 2
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     for layer in range(2):
         want, want_mass = ref.paged_attention(q, read, layer, group)
@@ -146,7 +147,7 @@ def test_a_graph_gives_what_single_launches_give(
         monkeypatch.setattr(_parts, constant, value)
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
     store.backend = BACKEND
-    read = store.reader()
+    read = Reading(store)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, want_mass = paged_attention(q, read, 1, group)
     graph = torch.cuda.CUDAGraph()
@@ -171,7 +172,7 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
 
     store = filled(STORAGES[name], "head", [30], layers=2, steps=12, seed=1)
     store.backend = replace(REFERENCE, by_format=counting)
-    read = store.reader()
+    read = Reading(store)
     for layer in range(2):
         paged_attention(torch.zeros(1, 4, 64, device=DEVICE), read, layer)
     assert len(calls) == times
@@ -186,13 +187,13 @@ def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkey
         monkeypatch.setattr(_parts, constant, value)
     store = filled(STORAGES[name], "head", [300, 700, 40], steps=4, seed=3)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    before, _ = paged_attention(q, store.reader(), 0)
-    drop = store.positions() > 1
+    before, _ = paged_attention(q, Reading(store), 0)
+    drop = store.lists.positions() > 1
     drop[:, 0] = False
-    seen = store.seen
+    seen = store.lists.seen
     store.evict(drop)
-    assert store.seen < seen / 2
-    after, _ = paged_attention(q, store.reader(), 0)
+    assert store.lists.seen < seen / 2
+    after, _ = paged_attention(q, Reading(store), 0)
     assert_same("row 0", after[0], before[0])
     assert not torch.equal(after[1], before[1])
 
@@ -230,7 +231,7 @@ def test_integers_beyond_half_precision_stay_finite(name: str) -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
     store = filled(STORAGES[name], "head", [70, 33], dtype=dtype, steps=3, seed=1, spread=1e5)
     q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE, dtype)
-    out, mass = paged_attention(q, store.reader(), 0, "mean")
+    out, mass = paged_attention(q, Reading(store), 0, "mean")
     assert mass is not None
     assert out.isfinite().all()
     assert mass.isfinite().all()
@@ -240,7 +241,7 @@ def test_values_that_lag_are_refused() -> None:
     storage = Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", lag=True)
     store = filled(storage, "sequence", [40], steps=3)
     with pytest.raises(ValueError, match="lag"):
-        paged_attention(torch.zeros(1, 4, 64, device=DEVICE), store.reader(), 0)
+        paged_attention(torch.zeros(1, 4, 64, device=DEVICE), Reading(store), 0)
 
 
 @pytest.mark.parametrize("group", [group for group in GROUPS if group])
@@ -251,12 +252,12 @@ def test_the_mass_in_place_is_the_mass(name: str, group: str) -> None:
     store.backend = BACKEND
     rows, active = torch.tensor([4, 0, 2, 1], device=DEVICE), torch.tensor([True, True, False, True], device=DEVICE)
     q = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    want, mass = paged_attention(q, store.reader(rows), 1, group)
+    want, mass = paged_attention(q, Reading(store, rows), 1, group)
     assert mass is not None
     kept = torch.full((5, mass.shape[1], mass.shape[2] + 9), -1.0, device=DEVICE)
     expected = kept.clone()
     expected[rows[active], :, : mass.shape[2]] = mass[active]
-    read = store.reader(rows)
+    read = Reading(store, rows)
     read.into = kept, active
     got, none = paged_attention(q, read, 1, group)
     assert none is None

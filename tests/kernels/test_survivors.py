@@ -11,6 +11,7 @@ from torch import Tensor
 from minithink.kernels import survivors as kernel
 from minithink.kernels.survivors import NARROW, survivors
 from minithink.kv.contract import Scope
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
 from minithink.ref import survivors as ref
 from minithink.ref.kmeans import kmeans
@@ -25,7 +26,7 @@ NAMES = ("plain", "nvfp4", "ternary", "fp8", "int4", "int8-fp32", "int2-by-token
 def cut(store: PagedStore, rows: list[int], seed: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Segments of any sizes in the lists of these rows: first and size [Lt, R, Ht, G], goal [R, G]; some keep all."""
     draw, segments = torch.Generator().manual_seed(seed), 4
-    count = store.count[:, rows].cpu()
+    count = store.lists.count[:, rows].cpu()
     size = torch.randint(longest + 1, (*count.shape, segments), generator=draw).int()
     before = torch.randint(4, count.shape, generator=draw).int()[..., None]  # columns of no segment
     first = before + size.cumsum(-1, dtype=torch.int32) - size
@@ -39,8 +40,8 @@ def cut(store: PagedStore, rows: list[int], seed: int, longest: int) -> tuple[Te
 def coarse(store: PagedStore) -> None:
     """Plain keys, and those that wait, become small whole numbers: products are exact in whatever order."""
     store.ring.copy_(store.ring.nan_to_num(0.0).mul(2).round())
-    if store.layouts[store.home[0]].plain:
-        codes = store.codes[store.home[0]]
+    if store.pages.layouts[store.slots.home[0]].plain:
+        codes = store.pages.codes[store.slots.home[0]]
         codes.copy_(codes.nan_to_num(0.0).mul(2).round())
 
 
@@ -67,7 +68,7 @@ def test_equals_its_twin(
     )  # fmt: skip
     coarse(store)
     rows = [len(lengths) - 1, 0][: len(lengths)] if some else list(range(len(lengths)))
-    read = store.reader(torch.tensor(rows, device=DEVICE) if some else None)
+    read = Reading(store, torch.tensor(rows, device=DEVICE) if some else None)
     first, size, goal = cut(store, rows, seed, longest)
     want = ref.survivors(read, first, size, goal, longest)
     with pytest.MonkeyPatch.context() as patch:
@@ -117,8 +118,8 @@ def test_thoughts_of_several_formats() -> None:
     first = torch.tensor([0, 20, 33], device=DEVICE).expand(2, 1, 1, 3)
     size = torch.tensor([9, 13, 5], device=DEVICE).expand(2, 1, 1, 3)
     goal = torch.tensor([[4, 3, 2]], device=DEVICE)
-    got = survivors(store.reader(), first, size, goal, NARROW)
-    assert_same("those that go", got, ref.survivors(store.reader(), first, size, goal, NARROW))
+    got = survivors(Reading(store), first, size, goal, NARROW)
+    assert_same("those that go", got, ref.survivors(Reading(store), first, size, goal, NARROW))
     assert (~got[..., 33:]).sum(-1).flatten().tolist() == [2, 2]
 
 
@@ -128,8 +129,8 @@ def test_wide_segments_and_narrow_ones() -> None:
     first = torch.tensor([0, 9, 26], device=DEVICE).expand(2, 1, 1, 3)
     size = torch.tensor([9, 17, 90], device=DEVICE).expand(2, 1, 1, 3)
     goal = torch.tensor([[4, 16, 20]], device=DEVICE)
-    got = survivors(store.reader(), first, size, goal, 128)
-    assert_same("those that go", got, ref.survivors(store.reader(), first, size, goal, 128))
+    got = survivors(Reading(store), first, size, goal, 128)
+    assert_same("those that go", got, ref.survivors(Reading(store), first, size, goal, 128))
     assert got.sum(-1).flatten().tolist() == [76, 76]
 
 
@@ -137,4 +138,4 @@ def test_lanes_of_a_whole_sequence_are_refused() -> None:
     store = filled(STORAGES["plain"], "sequence", [9], layers=2)
     none = torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="no keys in common"):
-        survivors(store.reader(), none, none, none[0, 0], NARROW)
+        survivors(Reading(store), none, none, none[0, 0], NARROW)

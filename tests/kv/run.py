@@ -260,7 +260,7 @@ def text_of(config: ModelConfig, n: int, seed: int) -> list[int]:
 @torch.inference_mode()
 def kept(manager: KVManager, seq: int) -> list[list[int]]:
     """Positions that each table of a sequence holds, layer by layer and head by head."""
-    lanes = manager.store.positions()[:, manager.row_of(seq)].flatten(0, 1)
+    lanes = manager.store.lists.positions()[:, manager.row_of(seq)].flatten(0, 1)
     return [[p for p in lane if p >= 0] for lane in lanes.tolist()]
 
 

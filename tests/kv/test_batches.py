@@ -25,6 +25,7 @@ from minithink.errors import UsageError
 from minithink.kv.batch import Batch
 from minithink.kv.contract import SCOPES, Demand, Edit, OpenSegment, Policy, Scope, See, Shape, Step, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.reading import Reading
 from minithink.kv.store import SAME, PagedStore
 from minithink.kv.table import Exhausted
 from minithink.model import Decoder
@@ -122,7 +123,7 @@ def flush_beside(manager: KVManager, full: Batch, turn: int) -> None:
     batch = manager.pad(full, others)
     before = [content(manager, row) for row in others]
     manager.flush(batch[turned(range(len(batch)), turn)].to(manager.device))
-    assert not manager.store.overflow
+    assert not manager.store.slots.overflow
     for row, want in zip(others, before, strict=True):
         assert_same_content(f"row {row}, whose buffer is not full", content(manager, row), want)
 
@@ -131,20 +132,20 @@ def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that a row holds, as its next step will read it: lists, counts, pages, keys and values of every layer."""
     store = manager.store
     tensor = partial(torch.tensor, device=manager.device)
-    read = store.reader(tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading]))
-    most, none = int(store.count[:, row].max()), store.table.pages.count
-    out = {"count": store.count[:, row], "pos": store.pos[:, row, :, :most]}
+    read = Reading(store, tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading]))
+    most, none = int(store.lists.count[:, row].max()), store.slots.table.free_pages.count
+    out = {"count": store.lists.count[:, row], "pos": store.lists.pos[:, row, :, :most]}
     # Which pages they are does not matter: a page is the column of its table.
-    page, place = store.table.page[:, row], store.place[:, row, :, :most]
-    of_place = (place // store.table.most)[..., None] == page[..., None, :]  # [Lt, Ht, most, width]
-    column = of_place.to(torch.uint8).argmax(-1) * store.table.most + place % store.table.most
+    page, place = store.slots.table.page[:, row], store.lists.place[:, row, :, :most]
+    of_place = (place // store.slots.table.stride)[..., None] == page[..., None, :]  # [Lt, Ht, most, width]
+    column = of_place.to(torch.uint8).argmax(-1) * store.slots.table.stride + place % store.slots.table.stride
     out["page"] = page != none
     out["place"] = torch.where(out["pos"] >= 0, torch.where(place < 0, place, column), 0)
-    out["thought"], out["scale"] = torch.tensor(coming(manager)[row]), store.scale[..., row]
+    out["thought"], out["scale"] = torch.tensor(coming(manager)[row]), store.pages.scale[..., row]
     for layer in range(manager.shape.layers):
         out[f"k of layer {layer}"], out[f"v of layer {layer}"] = (x[..., :most, :] for x in read(layer))
     pages = page[out["page"]].long()
-    out["live"], out["taken"] = store.table.live[pages], store.table.taken[pages]
+    out["live"], out["taken"] = store.slots.table.live[pages], store.slots.table.taken[pages]
     return {name: x.clone() for name, x in out.items()}
 
 
@@ -162,7 +163,7 @@ def assert_same_content(name: str, got: dict[str, Tensor], want: dict[str, Tenso
 
 def formats(manager: KVManager, seq: int) -> list[int]:
     """Of the tokens that a sequence holds."""
-    row, pos = manager.row_of(seq), manager.store.positions()
+    row, pos = manager.row_of(seq), manager.store.lists.positions()
     return manager.store.format()[:, row][pos[:, row] >= 0].tolist()
 
 
@@ -179,8 +180,8 @@ def assert_same_state(name: str, got: KVManager, want: KVManager, seqs: Iterable
             assert got.account(seq) == want.account(seq), f"{name}, sequence {seq}"
             ours, theirs = (content(m, m.row_of(seq)) for m in (got, want))
             assert_same_content(f"{name}, sequence {seq}", ours, theirs)
-    assert got.store.table.pages.free == want.store.table.pages.free, name
-    assert got.store.free_rows.free == want.store.free_rows.free, name
+    assert got.store.slots.table.free_pages.free == want.store.slots.table.free_pages.free, name
+    assert got.store.slots.free_groups.free == want.store.slots.free_groups.free, name
     for of in (coming, segments):
         assert of(got) == of(want), name
     if exact:
@@ -345,7 +346,7 @@ def test_the_parts_of_a_step_are_a_step(text: str) -> None:
         pair.talk(tokens, idle)
     for seq in list(pair.seqs):
         pair.farewell(seq)
-    assert pair.next.store.table.pages.free == pair.next.store.table.pages.count
+    assert pair.next.store.slots.table.free_pages.free == pair.next.store.slots.table.free_pages.count
 
 
 class Thoughts(Full):
@@ -498,7 +499,7 @@ def test_fitting_widths_change_nothing(text: str) -> None:
         for name, manager in fitting.items():
             assert_same_state(f"{name}, step {i}", manager, loose, (0, 1), exact=False)
             assert_width(manager)
-            widths.add(manager.store.columns)
+            widths.add(manager.store.lists.columns)
     assert max(widths) < manager.width
 
 
@@ -511,12 +512,12 @@ def assert_width(manager: KVManager) -> None:
     """A power of two or all there is, never below what is held. It is the smallest with room for one token more than
     the host knew of before the step. The longest lane may have got no token."""
     store = manager.store
-    assert store.columns is not None
-    most = max(store.most)
-    assert store.most >= store.count.amax((0, 2)).tolist()
-    assert store.seen == store.columns >= most
-    assert store.columns == manager.width or store.columns & (store.columns - 1) == 0
-    assert store.columns in (manager.width, *(1 << (max(4, n) - 1).bit_length() for n in (most, most + 1)))
+    assert store.lists.columns is not None
+    most = max(store.lists.longest)
+    assert store.lists.longest >= store.lists.count.amax((0, 2)).tolist()
+    assert store.lists.seen == store.lists.columns >= most
+    assert store.lists.columns == manager.width or store.lists.columns & (store.lists.columns - 1) == 0
+    assert store.lists.columns in (manager.width, *(1 << (max(4, n) - 1).bit_length() for n in (most, most + 1)))
 
 
 def test_widths_follow_the_lanes() -> None:
@@ -526,12 +527,12 @@ def test_widths_follow_the_lanes() -> None:
     store, addresses = manager.store, [x.data_ptr() for x in manager.store.tensors()]
     manager.join(0, MAX_POSITION, 3)
     feed(decoder, manager, {0: [1, 2, 3]})
-    assert store.columns == 4
+    assert store.lists.columns == 4
     widths = []
     for i in range(35):
         feed_batch(decoder, manager, {0: i}, [1])
         assert_width(manager)
-        widths.append(store.columns)
+        widths.append(store.lists.columns)
     # 23 tokens are held after the 20th; the host learns that 18 are gone when its own count comes to 33
     assert manager.width == 25
     assert widths == [4, *[8] * 4, *[16] * 8, *[25] * 9, *[8] * 1, *[16] * 8, *[25] * 4], widths
@@ -539,7 +540,7 @@ def test_widths_follow_the_lanes() -> None:
     manager.leave(0)
     manager.join(1, MAX_POSITION, 2)
     feed(decoder, manager, {1: [1, 2]})
-    assert store.columns == 4
+    assert store.lists.columns == 4
 
 
 def test_widths_come_close_to_lanes_that_lose_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,12 +555,12 @@ def test_widths_come_close_to_lanes_that_lose_tokens(monkeypatch: pytest.MonkeyP
         manager.join(0, 90, 3)
         feed(decoder, manager, {0: [1, 2, 3]})
     for i in range(87):
-        before = fitting.store.most[0]
+        before = fitting.store.lists.longest[0]
         got, want = (feed(decoder, m, {0: [i % 7]})[0] for m in (fitting, loose))
         assert_close(f"step {i}", got, want, atol=near(want))
         assert_same_state(f"step {i}", fitting, loose, (0,), exact=False)
-        widths.append(fitting.store.columns)
-        asked += fitting.store.most[0] <= before
+        widths.append(fitting.store.lists.columns)
+        asked += fitting.store.lists.longest[0] <= before
     # 64 columns are full by the host's count at the 62nd step. From then on 34 are wanted: with a sixteenth more, 36
     assert widths == [4, *[8] * 4, *[16] * 8, *[32] * 16, *[64] * 32, *[36] * 26], widths
     assert asked == 26 // 3 + 1
@@ -571,18 +572,18 @@ def test_refresh_narrows() -> None:
     manager = manager_for(decoder, Cut(5), rows=2, prompt=30, columns="fit")
     manager.join(3, MAX_POSITION, 30)
     feed(decoder, manager, {3: text_of(decoder.config, 30, 0)})
-    assert (manager.held(3), manager.store.most, manager.store.columns) == (5, [30, 0], manager.width)
+    assert (manager.held(3), manager.store.lists.longest, manager.store.lists.columns) == (5, [30, 0], manager.width)
     manager.fit_columns(1)
-    assert manager.store.columns == manager.width == 31
-    manager.store.refresh()
-    assert manager.store.most == [5, 0]
+    assert manager.store.lists.columns == manager.width == 31
+    manager.store.lists.refresh()
+    assert manager.store.lists.longest == [5, 0]
     manager.fit_columns(1)
-    assert manager.store.columns == 8
+    assert manager.store.lists.columns == 8
     manager.fit_columns(20)
-    assert manager.store.columns == 31
+    assert manager.store.lists.columns == 31
     fixed = manager_for(decoder, Cut(5), rows=2, columns=40)
     fixed.fit_columns(1)
-    assert fixed.store.columns == 40
+    assert fixed.store.lists.columns == 40
 
 
 # -- what the host refuses before a step, for in it nobody can be asked
@@ -630,22 +631,22 @@ def test_room_is_what_evictions_leave(columns: Any) -> None:
     for i in range(20):
         feed_batch(decoder, manager, {7: i % 9, 4: 1}, [2])
     assert [manager.length(seq) for seq in (7, 4)] == [24, 24]
-    assert max(manager.store.most) <= 10
+    assert max(manager.store.lists.longest) <= 10
 
 
 def test_require_columns() -> None:
     """Tokens that lanes may hold; of a row that is named twice, both counts."""
     decoder, manager = full_lanes(10)
     store = manager.store
-    assert store.require_columns([0, 1], [6, 1]) == [10, 5, 0]
-    assert store.require_columns([2, 2], [4, 6]) == [4, 4, 10]
-    assert store.most == [4, 4, 0]
-    store.most = [9, 4, 0]  # the host may know of fewer evictions than there were
-    assert store.require_columns([0], [6]) == [10, 4, 0]
+    assert store.lists.require([0, 1], [6, 1]) == [10, 5, 0]
+    assert store.lists.require([2, 2], [4, 6]) == [4, 4, 10]
+    assert store.lists.longest == [4, 4, 0]
+    store.lists.longest = [9, 4, 0]  # the host may know of fewer evictions than there were
+    assert store.lists.require([0], [6]) == [10, 4, 0]
     with pytest.raises(UsageError, match="may hold 11 tokens"):
-        store.require_columns([1], [7])
+        store.lists.require([1], [7])
     loose = manager_for(decoder, Full(), columns=None)
-    assert loose.store.require_columns([1], [999]) == [0, 999, 0]
+    assert loose.store.lists.require([1], [999]) == [0, 999, 0]
 
 
 def test_what_cannot_be_a_step() -> None:
@@ -727,27 +728,27 @@ def test_too_small_a_pool_is_noticed() -> None:
         for seq, n in ((0, 4), (1, 3)):
             manager.join(seq, 9, n)
             feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
-    store, table = small.store, small.store.table
-    assert table.pages.free == 0
+    store, table = small.store, small.store.slots.table
+    assert table.free_pages.free == 0
     got, want = (feed_batch(decoder, manager, {1: 5}) for manager in (small, large))  # into the last free slots
     assert_same("the last slot", got[1], want[1])
     small.leave(1)
-    assert table.pages.free == 2 * 4
+    assert table.free_pages.free == 2 * 4
     small.join(2, 9, 3)
     feed(decoder, small, {2: text_of(decoder.config, 3, 1)})
     before = {row: content(small, row) for row in range(3)}
-    pool, free = store.pool.clone(), table.pages.free
-    assert (free, bool(store.overflow)) == (0, False)
+    pool, free = store.pages.pool.clone(), table.free_pages.free
+    assert (free, bool(store.slots.overflow)) == (0, False)
 
     small.fit_columns(1)
     at, some = torch.tensor([0, 1]), torch.tensor([True, True])
     small.begin(Batch.of(row=at, active=some, length=[5, 4]))
     logits = decoder.logits(decoder(torch.tensor([6, 5]), small))
-    assert bool(store.overflow)
+    assert bool(store.slots.overflow)
     assert_same("who had room", logits[1], want[1])
     after = content(small, 0)
     assert after["count"].eq(5).all()
-    assert store.place[:, 0, :, 4].eq(store.trash_page * table.most).all()
+    assert store.lists.place[:, 0, :, 4].eq(store.pages.trash_page * table.stride).all()
     for part in ("page", "live", "taken", "scale"):
         assert_same(part, after[part], before[0][part])
     for name in ("pos", "place"):
@@ -755,14 +756,14 @@ def test_too_small_a_pool_is_noticed() -> None:
     for layer in range(2):
         for x in "kv":
             assert_same(x, after[f"{x} of layer {layer}"][..., :4, :], before[0][f"{x} of layer {layer}"])
-    assert table.pages.free == 0
-    mine = small.store.place[:, 1, :, 3].flatten()  # the new token of the other one: all that was written
-    touched = (store.pool != pool).any(-1).nonzero()[:, 0].unique().tolist()
-    assert set(touched) <= {*(mine // table.most).tolist(), store.trash_page}
-    assert not store.pool[store.zero_page].any()
+    assert table.free_pages.free == 0
+    mine = small.store.lists.place[:, 1, :, 3].flatten()  # the new token of the other one: all that was written
+    touched = (store.pages.pool != pool).any(-1).nonzero()[:, 0].unique().tolist()
+    assert set(touched) <= {*(mine // table.stride).tolist(), store.pages.trash_page}
+    assert not store.pages.pool[store.pages.zero_page].any()
 
     small.begin(Batch.of(row=at, active=~some, length=[1, 1]))  # nobody takes part
-    assert bool(store.overflow)
+    assert bool(store.slots.overflow)
 
 
 @pytest.mark.parametrize("buffer", [0, 1])
@@ -775,7 +776,7 @@ def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
         values = torch.full((2, 1, 1, 1, 16), float(i))
         if i < 3:
             store.take(Batch.of(row=row, length=[i + 1])).write(0, *values)
-            store.asks, store.most = False, [i + 1]
+            store.asks, store.lists.longest = False, [i + 1]
             store.appended([0], [i + 1])
         else:
             store.asks = True
@@ -785,14 +786,14 @@ def test_tables_grow_after_steps_that_filled_them(buffer: int) -> None:
             store.flushed([0])
         elif buffer:
             flush(store, [0])
-    assert store.reader()(0)[0][0, 0, :6, 0].tolist() == list(range(6))
-    assert (store.table.page < 9).sum() == 6 == 9 - store.table.pages.free
+    assert Reading(store)(0)[0][0, 0, :6, 0].tolist() == list(range(6))
+    assert (store.slots.table.page < 9).sum() == 6 == 9 - store.slots.table.free_pages.free
 
 
 def test_rows_of_scales_that_were_drawn_are_counted() -> None:
     """A flush by the host is refused, when flushes by graphs have taken all of them."""
     storage, device = Storage(("nvfp4:by=token/nvfp4",), buffer=2), torch.device("cpu")
-    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, scale_rows=2)
+    store = PagedStore(Shape(1, 1, 1, 1, 16, 16, "head", device), storage, pages=9, columns=8, groups=2)
     for i in range(6):
         append_one(store, [0], [i]).write(0, *torch.randn(2, 1, 1, 1, 16))
         if i in (1, 3):
@@ -800,8 +801,8 @@ def test_rows_of_scales_that_were_drawn_are_counted() -> None:
             store.flush_rings(Batch.of(row=[0]))
             store.flushed([0])
             store.asks = True
-            assert not store.overflow, "the last one suffices"
-    assert store.reader()(0)[0][0, 0, :6].any(-1).all()
+            assert not store.slots.overflow, "the last one suffices"
+    assert Reading(store)(0)[0][0, 0, :6].any(-1).all()
     with pytest.raises(Exhausted, match="needs 1 rows of key scales and 0 of 2 are free"):
         flush(store, [0])
 
@@ -814,10 +815,10 @@ def test_who_takes_a_row_again_finds_nothing_of_the_last_one() -> None:
     manager.join(0, 30, 4)
     feed(decoder, manager, {0: [1, 2, 3, 4]})
     feed_batch(decoder, manager, {0: 5})
-    assert (store.waiting, bool((store.scale[1, :, :, 0] != 1).all())) == ([1, 0], True)
+    assert (store.waiting, bool((store.pages.scale[1, :, :, 0] != 1).all())) == ([1, 0], True)
     manager.leave(0)
-    assert store.waiting == store.lengths == store.most == [0, 0]
-    assert store.scale.eq(1).all()
+    assert store.waiting == store.lengths == store.lists.longest == [0, 0]
+    assert store.pages.scale.eq(1).all()
 
 
 def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
@@ -832,7 +833,7 @@ def test_a_prompt_is_refused_after_steps_that_took_the_room() -> None:
     with pytest.raises(Exhausted, match="needs 4 pages and 1 of 20 are free"):
         feed(decoder, manager, {1: [1, 2, 3, 4]})
     feed_batch(decoder, manager, {0: 1})
-    assert manager.store.table.pages.free == 0
+    assert manager.store.slots.table.free_pages.free == 0
 
 
 @pytest.mark.parametrize(
@@ -873,9 +874,9 @@ def test_a_prompt_that_would_move_what_is_captured_is_refused() -> None:
         fixed.join(1, 60, 6)
     for manager, n in ((fixed, 5), (loose, 40)):
         manager.join(1, 60, n)
-        page = manager.store.table.page
+        page = manager.store.slots.table.page
         feed(decoder, manager, {1: [1] * n})
-        assert (manager.store.table.page is page) == (manager is fixed)
+        assert (manager.store.slots.table.page is page) == (manager is fixed)
 
 
 # -- the kernels

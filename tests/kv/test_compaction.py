@@ -16,6 +16,7 @@ from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import SCOPES, Scope, Shape, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
 from minithink.policies import parse
 from minithink.policies.random import Random
@@ -64,18 +65,20 @@ def run(manager: KVManager, seed: int) -> Iterator[tuple[dict[int, Tensor], set[
 
 def assert_in_order(store: PagedStore, whole: bool) -> None:
     """Token i of every list lies in slot i of the unit's pages; with `whole` it has no page more than these fill."""
-    t = store.table
-    for unit in torch.ones_like(store.count).nonzero().tolist():
-        n = int(store.count[tuple(unit)])
-        pages = [p for p in t.page[tuple(unit)].tolist() if p != t.pages.count]
-        want = [pages[i // t.most] * t.most + i % t.most for i in range(n)]
-        assert store.place[tuple(unit)][:n].tolist() == want, unit
-        assert len(pages) >= -(-n // t.most)
-        assert not whole or len(pages) == -(-n // t.most)
+    t = store.slots.table
+    for unit in torch.ones_like(store.lists.count).nonzero().tolist():
+        n = int(store.lists.count[tuple(unit)])
+        pages = [p for p in t.page[tuple(unit)].tolist() if p != t.free_pages.count]
+        want = [pages[i // t.stride] * t.stride + i % t.stride for i in range(n)]
+        assert store.lists.place[tuple(unit)][:n].tolist() == want, unit
+        assert len(pages) >= -(-n // t.stride)
+        assert not whole or len(pages) == -(-n // t.stride)
         assert t.live[pages].flatten().nonzero().flatten().tolist() == list(range(n))
-        assert [int(t.taken[p]) for p in pages] == [min(t.most, max(0, n - i * t.most)) for i in range(len(pages))]
-    held = int((t.page != t.pages.count).sum())
-    assert t.pages.free == t.pages.count - held
+        assert [int(t.taken[p]) for p in pages] == [
+            min(t.stride, max(0, n - i * t.stride)) for i in range(len(pages))
+        ]
+    held = int((t.page != t.free_pages.count).sum())
+    assert t.free_pages.free == t.free_pages.count - held
 
 
 @given(
@@ -111,12 +114,12 @@ def test_no_number_changes(
     assert_in_order(moved.store, whole=True)
     for layer in range(CONFIG.num_layers):
         for name, got_kv, want_kv in zip(
-            ("keys", "values"), moved.store.reader()(layer), plain.store.reader()(layer), strict=True
+            ("keys", "values"), Reading(moved.store)(layer), Reading(plain.store)(layer), strict=True
         ):
             assert_same(f"{name} of layer {layer}", got_kv, want_kv)
     for seq in there:
         moved.leave(seq)
-    assert moved.store.table.pages.free == moved.store.table.pages.count
+    assert moved.store.slots.table.free_pages.free == moved.store.slots.table.free_pages.count
 
 
 def test_overlapped_moves_when_the_next_step_begins() -> None:
@@ -132,7 +135,7 @@ def test_overlapped_moves_when_the_next_step_begins() -> None:
     waits: list[bool] = []
     backend = replace(REFERENCE, gather=gather)
     manager = make("overlapped", backend=backend, schedule="sawtooth:30/10")
-    compaction, pages = manager.store.compaction, manager.store.table.pages
+    compaction, pages = manager.store.compaction, manager.store.slots.table.free_pages
     assert compaction is not None
     for seq, n in ((0, 27), (1, 9)):
         manager.join(seq, TOKENS, n)
@@ -176,7 +179,7 @@ def test_lists_grow() -> None:
     store = PagedStore(shape, Storage(block=4, compaction="gather"), pages=9, width=2)
     store.append([0], [9], [0])
     store.evict(torch.arange(9).view(1, 1, 1, 9) % 3 == 0)
-    assert store.pos[0, 0, 0, :7].tolist() == [1, 2, 4, 5, 7, 8, -1]
+    assert store.lists.pos[0, 0, 0, :7].tolist() == [1, 2, 4, 5, 7, 8, -1]
     assert_in_order(store, whole=True)
 
 

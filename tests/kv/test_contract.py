@@ -293,14 +293,14 @@ def test_eviction_wins_over_requantization(turned: bool, scope: Scope) -> None:
     for i in range(11, 24):
         feed(decoder, manager, {0: [text[i]], 1: [text[i]]} if i % 3 else {0: [text[i]]})
         assert kept(manager, 0) == [list(range(i - 6, i + 1))] * len(kept(manager, 0))
-        pos, fmt = manager.store.positions(), manager.store.format()
+        pos, fmt = manager.store.lists.positions(), manager.store.format()
         names = [manager.policy.storage.formats[f] if f < 9 else "" for f in fmt[:, 0][pos[:, 0] >= 0].tolist()]
         assert names == ["int8" if p % 2 == 0 else "fp32" for p in pos[:, 0][pos[:, 0] >= 0].tolist()]
-        live = manager.store.table.live[:-1].sum()
-        assert int(live) == int(manager.store.count.sum())
+        live = manager.store.slots.table.live[:-1].sum()
+        assert int(live) == int(manager.store.lists.count.sum())
     for s in (0, 1):
         manager.leave(s)
-    assert manager.store.table.pages.free == manager.store.table.pages.count
+    assert manager.store.slots.table.free_pages.free == manager.store.slots.table.free_pages.count
 
 
 # -- law 7: a policy that nobody here knows

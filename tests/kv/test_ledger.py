@@ -97,10 +97,10 @@ def test_payload_and_scales_by_hand(name: str, scope: Scope) -> None:
     assert ledger.scales == LANES * (32 * own + 2 * shared) + tensor_scales
     ring = STORAGES[name].buffer * 2 * 16 * 4 * LANES
     assert ledger.buffers == ring
-    table, tables = manager.store.table, manager.shape.tables[0] * manager.shape.tables[2]
-    opened = int((table.page[:, 0] != table.pages.count).sum())
+    table, tables = manager.store.slots.table, manager.shape.tables[0] * manager.shape.tables[2]
+    opened = int((table.page[:, 0] != table.free_pages.count).sum())
     page = (
-        table.most * (5 if name == "kivi" else 1) + 4 + 8
+        table.stride * (5 if name == "kivi" else 1) + 4 + 8
     )  # is a slot live, its row of scales; the page's own numbers
     assert ledger.tables == tables * (32 * 8 + 4) + opened * page  # a token's place and position; how many there are
     if name == "kivi":  # tokens that wait have a place, too
@@ -149,11 +149,11 @@ def test_a_sequence_holds_its_pages(name: str, scope: Scope) -> None:
         store = manager.store
         for seq in (0, 1):
             account = manager.account(seq)
-            page = store.table.page[:, manager.row_of(seq)]
-            opened = int((page != store.table.pages.count).sum()) * store.shape.sharing
+            page = store.slots.table.page[:, manager.row_of(seq)]
+            opened = int((page != store.slots.table.free_pages.count).sum()) * store.shape.sharing
             shared = account.scales - of_tokens(manager, seq)  # scales of a format or of groups lie in no page
             own = account.payload + account.scales - shared
-            assert own + account.reserve == opened * (store.page_bytes + store.side_bytes)
+            assert own + account.reserve == opened * (store.pages.page_bytes + store.pages.side_bytes)
             free.append(account.reserve)
         assert check(manager).reserve >= sum(manager.account(seq).reserve for seq in (0, 1))
     assert min(free) >= 0
@@ -164,10 +164,12 @@ def of_tokens(manager: KVManager, seq: int) -> int:
     """Bytes of the scales of single tokens, of one sequence, which lie beside its pages."""
     store = manager.store
     row = manager.row_of(seq)
-    place = store.place[:, row, :, : store.seen]
-    paged = (store.positions()[:, row] >= 0) & (place >= 0)
-    formats = store.table.format[torch.where(paged, place // store.table.most, store.trash_page).long()]
-    each = [int((formats[paged] == f).sum()) * lay.side for f, lay in enumerate(store.layouts)]
+    place = store.lists.place[:, row, :, : store.lists.seen]
+    paged = (store.lists.positions()[:, row] >= 0) & (place >= 0)
+    formats = store.slots.table.format[
+        torch.where(paged, place // store.slots.table.stride, store.pages.trash_page).long()
+    ]
+    each = [int((formats[paged] == f).sum()) * lay.side for f, lay in enumerate(store.pages.layouts)]
     return sum(each) * store.shape.sharing
 
 

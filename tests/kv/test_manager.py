@@ -120,7 +120,7 @@ def test_a_full_cache_is_a_forward_pass_over_the_text(
     for s in list(texts):
         assert manager.held(s) == manager.length(s)
         manager.leave(s)
-    assert manager.store.table.pages.free == manager.store.table.pages.count
+    assert manager.store.slots.table.free_pages.free == manager.store.slots.table.free_pages.count
     assert not observed(manager)
 
 
@@ -332,7 +332,7 @@ def test_what_is_protected_cannot_be_evicted() -> None:
         feed(decoder, manager, {0: [token]})
     assert kept(manager, 0) == [[0, 1, 2, 3, 4, 8]] * 4
     assert kept(manager, 1) == [[0, 1, 2]] * 4
-    assert (manager.store.format()[:, 0][manager.store.positions()[:, 0] >= 0] == 1).all()
+    assert (manager.store.format()[:, 0][manager.store.lists.positions()[:, 0] >= 0] == 1).all()
 
 
 @pytest.mark.parametrize("budget", [0, -3, 2**30 + 1])
@@ -869,7 +869,7 @@ def test_groups_that_do_not_fill_a_buffer(group: int, buffer: int, want: int) ->
     storage = Storage((f"int4:group={group},by=token/int4:group=16",), buffer=buffer, tail="keep")
     decoder = random_decoder(example_config(head_dim=16, max_position=200))
     manager = manager_for(decoder, Full(storage=storage), rows=1, tokens=200, prompt=1, poison=False)
-    rows = manager.store.free_rows
+    rows = manager.store.slots.free_groups
     assert rows.count == want * 4  # of two layers and heads
     manager.join(0, 200, 1)
     for i in range(200):
@@ -977,7 +977,7 @@ def test_a_fixed_width_is_of_what_is_held(scope: Scope) -> None:
         manager = manager_for(decoder, Cut(5, slack=2, scope=scope), columns=columns)
         manager.join(0, 40, 6)
         logits = [feed(decoder, manager, {0: text[:6]})[0], *(feed(decoder, manager, {0: [t]})[0] for t in text[6:])]
-        assert manager.store.positions().shape[-1] <= 7
+        assert manager.store.lists.positions().shape[-1] <= 7
         seen.append(torch.cat(logits))
     assert_equal_logits("logits", seen[0], seen[1])
 

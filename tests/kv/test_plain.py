@@ -448,7 +448,7 @@ def live(decoder: Decoder, make: Make, backend: Backend, steps: int, seed: int) 
         lives.feed({running[k]: 1 for k in order[:some]}, by_parts=i % 4 > 0)
     for seq in running:
         lives.leave(seq)
-    assert lives.other.store.table.pages.free == lives.other.store.table.pages.count
+    assert lives.other.store.slots.table.free_pages.free == lives.other.store.slots.table.free_pages.count
     return lives
 
 

@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minithink.errors import UsageError
-from minithink.kv.contract import SCOPES, Scope, Shape, Storage
-from minithink.kv.pages import BUFFER
+from minithink.kv.contract import BUFFER, SCOPES, Scope, Shape, Storage
+from minithink.kv.reading import Reading
+from minithink.kv.requantize import Moves
 from minithink.kv.store import SAME, PagedStore
 from minithink.kv.table import Exhausted
 from minithink.quant import Format, parse_pair, shrink
@@ -104,11 +105,11 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize(
         scope=st.sampled_from(SCOPES),
         pages=st.sampled_from([20, 20, 20, 6, 2]),
-        scale_rows=st.sampled_from([None, None, 5]),
+        groups=st.sampled_from([None, None, 5]),
         columns=st.sampled_from([None, None, 20]),
         seed=st.integers(0, 999),
     )
-    def start(self, scope: Scope, pages: int, scale_rows: int | None, columns: int | None, seed: int) -> None:
+    def start(self, scope: Scope, pages: int, groups: int | None, columns: int | None, seed: int) -> None:
         self.shape = Shape(LAYERS, ROWS, HEADS, 2 * HEADS, self.dim, 8, scope, torch.device("cpu"))
         lt, b, ht = self.shape.tables
         self.columns, plenty, self.pages = columns, pages == 20, max(3, pages * lt * ht)
@@ -116,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.shape,
             self.storage,
             pages=self.pages,
-            scale_rows=200 if plenty else scale_rows,
+            groups=200 if plenty else groups,
             dtype=self.dtype,
             columns=columns,
         )
@@ -211,8 +212,8 @@ class StoreMachine(RuleBasedStateMachine):
         """Lists, places, pages and rows of scales, all of them."""
         if not hasattr(self, "store"):
             return
-        store, table = self.store, self.store.table
-        pos, place, count = store.pos.tolist(), store.place.tolist(), store.count.tolist()
+        store, table = self.store, self.store.slots.table
+        pos, place, count = store.lists.pos.tolist(), store.lists.place.tolist(), store.lists.count.tolist()
         formats = store.format().tolist()
         living: dict[int, Token] = {}
         owners: dict[int, tuple[Unit, int, int]] = {}
@@ -229,31 +230,33 @@ class StoreMachine(RuleBasedStateMachine):
                 assert token.place in (None, at), "a token has moved"
                 assert at not in living, "two tokens in one slot"
                 token.place, living[at] = at, token
-                page, slot = divmod(at, table.most)
-                assert slot < min(table.slots[f], int(table.filled[page]))
+                page, slot = divmod(at, table.stride)
+                assert slot < min(table.per_page[f], int(table.filled[page]))
                 assert owners.setdefault(page, (unit, f, token.thought)) == (unit, f, token.thought), "mixed page"
         live = table.live[: self.pages].nonzero().tolist()
-        assert [page * table.most + slot for page, slot in live] == sorted(living)
+        assert [page * table.stride + slot for page, slot in live] == sorted(living)
         for page, (_, f, thought) in owners.items():
             assert (int(table.format[page]), int(table.thought[page])) == (f, thought)
         for unit in self.tokens:
             held = [page for page in table.page[unit].tolist() if page != self.pages]
             assert sorted(held) == sorted(page for page, owner in owners.items() if owner[0] == unit)
-        assert sorted([*table.pages.stack[: table.pages.free].tolist(), *owners]) == list(range(self.pages))
-        self._check_scale_rows(living)
+        assert sorted([*table.free_pages.stack[: table.free_pages.free].tolist(), *owners]) == list(range(self.pages))
+        self._check_groups(living)
 
-    def _check_scale_rows(self, living: dict[int, Token]) -> None:
-        store, count = self.store, self.store.free_rows.count
+    def _check_groups(self, living: dict[int, Token]) -> None:
+        store, count = self.store, self.store.slots.free_groups.count
         rows: dict[int, int] = {}  # group → row
         uses = Counter[int]()
         for at, token in living.items():
             if token.group is not None:
-                row = int(store.scale_row[divmod(at, store.table.most)])
+                row = int(store.slots.group_of[divmod(at, store.slots.table.stride)])
                 assert rows.setdefault(token.group, row) == row
                 uses[row] += 1
         assert len(set(rows.values())) == len(rows), "two groups share a row"
-        assert store.row_uses[:count].tolist() == [uses[row] for row in range(count)]
-        assert sorted([*store.free_rows.stack[: store.free_rows.free].tolist(), *uses]) == list(range(count))
+        assert store.slots.group_uses[:count].tolist() == [uses[row] for row in range(count)]
+        assert sorted([*store.slots.free_groups.stack[: store.slots.free_groups.free].tolist(), *uses]) == list(
+            range(count)
+        )
 
     @invariant()
     def values_are_what_was_stored(self) -> None:
@@ -268,9 +271,9 @@ class StoreMachine(RuleBasedStateMachine):
                 layers, b, heads = self._lanes(unit)
                 needed[layers, b, heads][..., index] = True
             store.ring[~needed] = torch.nan
-        pos = store.positions()
+        pos = store.lists.positions()
         order = torch.tensor([2, 0])
-        whole, some = store.reader(), store.reader(order)
+        whole, some = Reading(store), Reading(store, order)
         for layer in range(LAYERS):
             at = pos[min(layer, len(pos) - 1)].expand(-1, HEADS, -1)  # [B, Hkv, S]
             index = at.clamp(min=0).long()[None, ..., None].expand(2, -1, -1, -1, self.dim)
@@ -335,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _mask(self, seed: int, share: float, row: int | None) -> Tensor:
         """Any tokens, and any columns that hold none."""
         generator = torch.Generator().manual_seed(seed)
-        mask = torch.rand(*self.shape.tables, self.store.seen, generator=generator) < share
+        mask = torch.rand(*self.shape.tables, self.store.lists.seen, generator=generator) < share
         if row is not None:
             others = [r for r in range(ROWS) if r != row]
             mask[:, others] = False
@@ -408,7 +411,7 @@ class StoreMachine(RuleBasedStateMachine):
         if row not in self.sequences or self.sequences[row].state != "reading":
             return
         self.sequences[row].state = "read"
-        self.store.moves.measure(row)
+        Moves(self.store).measure(row)
         for f, side, layer in product(range(len(self.formats)), range(2), range(LAYERS)):
             amax = torch.zeros(())
             for unit, tokens, _ in self._units(row):
@@ -435,7 +438,7 @@ class StoreMachine(RuleBasedStateMachine):
             if home:
                 rest = [p for p in plain if p not in waiting[unit]]
                 moving[unit] = self._grouped(home, rest, [p - s.sink for p in rest])
-        if not self._attempt(lambda: self.store.moves.settle(row, length), home, moving, sequence.thought):
+        if not self._attempt(lambda: Moves(self.store).settle(row, length), home, moving, sequence.thought):
             return
         sequence.state = "settled"
         for unit, groups in moving.items():
@@ -456,9 +459,11 @@ class StoreMachine(RuleBasedStateMachine):
         for unit, token in freed:
             if token.format == 0:  # freed slots hold NaN
                 assert token.place is not None
-                page, slot = divmod(token.place, self.store.table.most)
-                index = self.store.index(0, unit[0], self.store.base(0, *torch.tensor([[[[page]]], [[[slot]]]])))
-                assert self.store.codes[0][index].isnan().all()
+                page, slot = divmod(token.place, self.store.slots.table.stride)
+                index = self.store.pages.index(
+                    0, unit[0], self.store.pages.base(0, *torch.tensor([[[[page]]], [[[slot]]]]))
+                )
+                assert self.store.pages.codes[0][index].isnan().all()
 
     def _requantize(self, name: str, where: Tensor, shrinks: bool) -> None:
         f = self.storage.formats.index(name)
@@ -485,7 +490,7 @@ class StoreMachine(RuleBasedStateMachine):
             needs.update({(u, f, kind): sum(map(len, groups)) for u, groups in units.items()})
         rows = sum(len(g) for units in moving.values() for g in units.values()) if self._by_token(f) else 0
         how, parts = "shrink" if shrinks else "values", 2 if shrinks else len(moving)
-        if not self._fits(lambda: self.store.moves.requantize(where, name, how), needs, rows, parts):
+        if not self._fits(lambda: Moves(self.store).requantize(where, name, how), needs, rows, parts):
             return
         for kind, units in moving.items():
             for unit, groups in units.items():
@@ -564,13 +569,13 @@ class StoreMachine(RuleBasedStateMachine):
         """Do something that takes slots and rows of scales: it works exactly if there are enough, and else it says
         how many are missing and changes nothing. In several parts, the number is that of the part that did not fit,
         and free pages may have changed their order."""
-        store, table, pages = self.store, self.store.table, 0
+        store, table, pages = self.store, self.store.slots.table, 0
         for (unit, f, thought), count in needs.items():
             own = [page for page in table.page[unit].tolist() if page != self.pages]
             mine = [page for page in own if (int(table.format[page]), int(table.thought[page])) == (f, thought)]
             held = sum((token.format, token.thought) == (f, thought) for token in self.tokens[unit].values())
-            pages += -(-max(0, count - (len(mine) * table.slots[f] - held)) // table.slots[f])
-        free, free_rows = store.table.pages.free, store.free_rows.free
+            pages += -(-max(0, count - (len(mine) * table.per_page[f] - held)) // table.per_page[f])
+        free, free_rows = store.slots.table.free_pages.free, store.slots.free_groups.free
         before = self._snapshot()
         if pages <= free and groups <= free_rows:
             call()
@@ -592,7 +597,13 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _snapshot(self) -> tuple[list[Tensor], object]:
         s = self.store
-        host = (s.most.copy(), s.waiting.copy(), s.reading.copy(), s.used.copy(), [x.copy() for x in s.starts])
+        host = (
+            s.lists.longest.copy(),
+            s.waiting.copy(),
+            s.reading.copy(),
+            s.slots.used.copy(),
+            [x.copy() for x in s.starts],
+        )
         return [x.clone() for x in s.tensors()], host
 
     def _unchanged(self, before: tuple[list[Tensor], object]) -> None:
@@ -617,7 +628,7 @@ def test_slots_have_numbers_of_32_bits(formats: tuple[str, ...], most: int) -> N
     """One more page than there are, for writes that are masked out."""
     shape = Shape(1, 1, 1, 2, 64, 8, "head", torch.device("meta"))
     store = PagedStore(shape, Storage(formats), pages=2**31 // most - 1, dtype=torch.bfloat16)
-    assert store.table.most == most
+    assert store.slots.table.stride == most
     with pytest.raises(UsageError, match=f"of up to {most} slots has more slots than 32 bits can number"):
         PagedStore(shape, Storage(formats), pages=2**31 // most, dtype=torch.bfloat16)
 
@@ -661,11 +672,11 @@ def test_a_prompt_costs_memory_for_its_own_row_only(case: str) -> None:
 
     def largest(rows: int) -> int:
         shape = Shape(1, rows, HEADS, HEADS, 16, 8, "head", torch.device("cpu"))
-        store = PagedStore(shape, CASES[case].storage, pages=100, scale_rows=60, columns=40, table_width=50)
+        store = PagedStore(shape, CASES[case].storage, pages=100, groups=60, columns=40, table_width=50)
         kv = torch.randn(2, 1, 37, HEADS, 16)
         with Largest() as seen:
             store.append([1], [37], [0]).write(0, *kv)
-            store.moves.settle(1, 37)
+            Moves(store).settle(1, 37)
         return seen.elements
 
     assert largest(2) == largest(64)

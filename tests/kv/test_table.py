@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.kv.contract import Scope, Shape, Storage
+from minithink.kv.reading import Reading
+from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.kv.table import BlockTable, Exhausted, FreeList
 from minithink.ref.allocate import allocate
@@ -103,14 +105,14 @@ def missing(table: BlockTable, fmt: int, types: Tensor, count: Tensor) -> Tensor
     """Pages that every unit lacks: types as of `thought`, count: int64 [Lt, B, Ht]."""
     rows = torch.arange(count.shape[1])
     of = torch.full_like(rows, fmt)
-    return table.missing(of, torch.full_like(of, table.slots[fmt]), types.flatten(), count, rows)
+    return table.missing(of, torch.full_like(of, table.per_page[fmt]), types.flatten(), count, rows)
 
 
 def take(table: BlockTable, fmt: int, types: Tensor, valid: Tensor) -> list[list[tuple[int, int]]]:
     """Make room, and take slots. valid: [B, n] → (page, slot) of the valid tokens, of each row."""
     rows, n = torch.arange(len(valid)), valid.shape[1]
     count = valid[None, :, None].sum(-1)
-    pages = -(-n // table.slots[fmt])
+    pages = -(-n // table.per_page[fmt])
     table.require(rows, pages, lambda: missing(table, fmt, types, count), "a test")
     place = torch.zeros(1, len(valid), 1, n + 1, dtype=torch.int32)
     for row, own in enumerate(valid.tolist()):
@@ -123,22 +125,22 @@ def take(table: BlockTable, fmt: int, types: Tensor, valid: Tensor) -> list[list
         table.thought,
         table.format,
         table.page,
-        table.pages.stack,
-        table.pages.top,
+        table.free_pages.stack,
+        table.free_pages.top,
         place,
         count.int(),
         rows,
         torch.ones(len(valid), dtype=torch.bool),
         types.flatten(),
         torch.full((3,), fmt),
-        torch.tensor(table.slots, dtype=torch.int32),
+        torch.tensor(table.per_page, dtype=torch.int32),
         overflow,
         n,
         1,
     )
     assert not overflow
-    slots = table.slots[fmt]
-    assert (base[~valid[None, :, None]] == table.pages.count * slots).all()
+    slots = table.per_page[fmt]
+    assert (base[~valid[None, :, None]] == table.free_pages.count * slots).all()
     return [
         [divmod(int(x), slots) for x, v in zip(base[0, b, 0], own, strict=True) if v] for b, own in enumerate(valid)
     ]
@@ -163,7 +165,7 @@ def test_evicted_slots_are_used_again_before_a_page_is_opened() -> None:
     assert take(table, 0, one, mask(1, 0, 0, 1, 1)[None]) == [[(0, 2), (1, 0), (1, 2)]]
     assert table.filled[:2].tolist() == [4, 3]
     assert take(table, 0, one, mask(1, 1, 1)[None]) == [[(1, 3), (2, 0), (2, 1)]]
-    assert table.pages.free == 1
+    assert table.free_pages.free == 1
 
 
 def test_an_empty_page_returns_to_everybody() -> None:
@@ -172,10 +174,10 @@ def test_an_empty_page_returns_to_everybody() -> None:
     both = thought(0, 1)
     got = take(table, 0, both, torch.stack((mask(1, 1, 0), mask(1, 1, 1))))
     assert got == [[(0, 0), (0, 1)], [(1, 0), (1, 1), (2, 0)]]
-    assert table.pages.free == 0
+    assert table.free_pages.free == 0
     page, slot = torch.tensor([[0, 0], [1, 1]]).view(1, 2, 1, 2), torch.tensor([[0, 1], [0, 1]]).view(1, 2, 1, 2)
     table.release(page, slot, torch.tensor([[True, True], [True, False]]).view(1, 2, 1, 2))
-    assert table.pages.free == 1  # page 1 has a token left
+    assert table.free_pages.free == 1  # page 1 has a token left
     assert table.page[0, 0, 0].tolist() == [3] * 4
     assert (int(table.format[0]), int(table.format[1])) == (255, 0)
     assert take(table, 1, both, torch.stack((mask(0, 0, 0), mask(0, 1, 1)))) == [[], [(0, 0), (0, 1)]]
@@ -243,7 +245,7 @@ class Walkthrough:
                 flush(self.store, [0])
 
     def evict(self, tokens: str) -> None:
-        pos = self.store.positions()
+        pos = self.store.lists.positions()
         self.store.evict(torch.isin(pos, torch.tensor([ord(token) - ord("A") for token in tokens])))
 
     def entries(self) -> list[tuple[int, int, int, tuple[int, ...], tuple[str, ...], str]]:
@@ -255,10 +257,10 @@ class Walkthrough:
 
     def held(self) -> str:
         """The tokens, oldest first; their values say that they are themselves."""
-        pos = self.store.positions()[0, 0, 0]
+        pos = self.store.lists.positions()[0, 0, 0]
         pos = pos[pos >= 0]
         for layer in range(2):
-            k, v = (x[0, :, : len(pos)] for x in self.store.reader()(layer))
+            k, v = (x[0, :, : len(pos)] for x in Reading(self.store)(layer))
             want = (pos + 1.0)[None, :, None].expand(2, -1, 16)
             assert ((k - want).abs() <= want / 8).all(), k
             assert_same("values", v, -k)
@@ -277,7 +279,7 @@ def test_walkthrough(storage: Storage) -> None:
     0 in the order in which they are opened, by both layers in turn.
     """
     walk = Walkthrough(storage)
-    walk.store.moves.measure(0)
+    Moves(walk.store).measure(0)
     walk.begin(R)
     assert walk.entries() == []
     if storage.buffer:
@@ -319,5 +321,5 @@ def test_walkthrough(storage: Storage) -> None:
     assert walk.entries() == [d, e, c, f, g]
     walk.evict("IJKL")
     assert walk.entries() == [d, e, f, g]
-    assert walk.store.table.pages.free == 2
+    assert walk.store.slots.table.free_pages.free == 2
     assert walk.held() == "CDEHMNOPQRST"

@@ -95,7 +95,7 @@ def followed(*arguments: Any, **options: Any) -> KVManager:
 
 def held(manager: KVManager, seq: int) -> list[list[int]]:
     """Original positions that each table of a sequence holds: all heads of layer 0, then of layer 1, …"""
-    pos = manager.store.positions()[:, manager.row_of(seq)].flatten(0, 1)
+    pos = manager.store.lists.positions()[:, manager.row_of(seq)].flatten(0, 1)
     return [[p for p in row if p >= 0] for row in pos.tolist()]
 
 
@@ -103,4 +103,4 @@ def formats(manager: KVManager, seq: int) -> list[str]:
     """Of the tokens that the first table of a sequence holds, oldest first; those in the buffer: "waits"."""
     row = manager.row_of(seq)
     names = {**dict(enumerate(manager.store.storage.formats)), 255: "waits"}
-    return [names[f] for f in manager.store.format()[0, row, 0, : int(manager.store.count[0, row, 0])].tolist()]
+    return [names[f] for f in manager.store.format()[0, row, 0, : int(manager.store.lists.count[0, row, 0])].tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minithink.kv.reading import Reading
 from minithink.policies.full import Full
 from tests.compare import assert_close
 from tests.drive import full_cache, step
@@ -17,7 +18,7 @@ def test_everything_is_held_as_in_the_plain_cache() -> None:
     for i, manager in enumerate(follow(Full(), prompts, steps)):
         for seq, n in enumerate(prompts):
             assert held(manager, seq) == [list(range(n + i))]
-    k, v = manager.store.reader()(1)  # [B, Hkv, S, D]
+    k, v = Reading(manager.store)(1)  # [B, Hkv, S, D]
     for seq, n in enumerate(prompts):
         cache = full_cache(DECODER)
         cache.join(0, n + steps)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.manager import KVManager
+from minithink.kv.reading import Reading
 from minithink.policies.full import Full
 from minithink.policies.kivi import Kivi
 from minithink.quant import parse_pair
@@ -84,7 +85,7 @@ def test_the_numbers_of_the_example(prompt: int) -> None:
             q_new = torch.ones(part.stop - part.start, TINY.num_heads, TINY.head_dim)
             manager.attend(layer, torch.cat((q_new, k_new), dim=1), v_new)
         manager.end_step()
-    got_k, got_v = manager.store.reader()(1)
+    got_k, got_v = Reading(manager.store)(1)
     want_k = torch.tensor([[0, 10], [1.1, 10], [2.2, 11], [3.3, 13]]).repeat_interleave(2, 1).repeat(4, 1)
     want_v = torch.tensor([[1, 1, 10 / 3, 8], [-1, 0, 0.5, 0.5]]).repeat(8, 1)
     for head in range(TINY.num_kv_heads):
@@ -106,8 +107,8 @@ def test_the_official_schedule_of_values(prompt: int) -> None:
         for i, manager in enumerate(follow(seen, [prompt], 40)):
             n = prompt + i
             assert formats(manager, 0).count("waits") == n % residual
-            v = manager.store.reader()(0)[1][0, :, :n]  # [Hkv, n, D], of the first layer: it saw no cache yet
-            exact = plain.store.reader()(0)[1][0, :, :n]
+            v = Reading(manager.store)(0)[1][0, :, :n]  # [Hkv, n, D], of the first layer: it saw no cache yet
+            exact = Reading(plain.store)(0)[1][0, :, :n]
             codes, params = fmt.quantize(exact, torch.ones(()))
             rounded = fmt.dequantize(codes, params, torch.ones(()), torch.float32)
             recent = max(0, n - residual - 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from minithink.checkpoint.weights import tensors_of
 from minithink.errors import UsageError
 from minithink.kv.manager import KVManager
+from minithink.kv.reading import Reading
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import Stack
 from minithink.model import Decoder, Rope
@@ -231,9 +232,9 @@ def run(decoder: Decoder, text: str, companions: int | None, columns: int | None
     def look() -> None:
         seen.kept.append(kept(manager, 0))
         row = manager.row_of(0)
-        pos = manager.store.positions()[:, row] >= 0
+        pos = manager.store.lists.positions()[:, row] >= 0
         seen.formats.append(manager.store.format()[:, row][pos].tolist())
-        read, layers = manager.store.reader(torch.tensor([row])), range(decoder.config.num_layers)
+        read, layers = Reading(manager.store, torch.tensor([row])), range(decoder.config.num_layers)
         seen.values.append([torch.stack(read(i))[:, 0][:, pos[min(i, len(pos) - 1)].expand(2, -1)] for i in layers])
 
     if companions is not None:
@@ -362,7 +363,7 @@ def test_budget_and_bytes(text: str) -> None:
             if n < prompts[s]:
                 continue
             lanes = kept(manager, s)
-            acted |= any(len(lane) < n for lane in lanes) or bool(manager.store.used - {0})
+            acted |= any(len(lane) < n for lane in lanes) or bool(manager.store.slots.used - {0})
             # nothing is held that never was, and nothing twice
             assert all(lane == sorted(set(lane)) and all(0 <= p < n for p in lane) for lane in lanes)
             if policy.limit is None:
@@ -419,8 +420,8 @@ def test_budget_and_bytes(text: str) -> None:
         check()
     idle = text == "full" or (manager.steers and not manager.deciding)
     assert acted or idle, f"{text} did nothing: choose smaller hyperparameters"
-    assert manager.store.table.pages.free == manager.store.table.pages.count
-    assert manager.store.free_rows.free == manager.store.free_rows.count
+    assert manager.store.slots.table.free_pages.free == manager.store.slots.table.free_pages.count
+    assert manager.store.slots.free_groups.free == manager.store.slots.free_groups.count
     assert manager.ledger().payload == manager.ledger().buffers == 0
 
 

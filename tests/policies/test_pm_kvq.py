@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.errors import UsageError
+from minithink.kv.reading import Reading
 from minithink.policies import parse as parse_policy
 from minithink.policies.full import Full
 from minithink.policies.pm_kvq import PMKVQ, WIDTHS, progress
@@ -103,10 +104,10 @@ def test_in_a_stack_lanes_are_counted_once_and_what_is_evicted_not_at_all() -> N
 def test_integers_are_shrunk() -> None:
     """Layer 0's values: what was quantized at 16 bits and shrunk on the way is what shrinking at the end gives."""
     policy = PMKVQ(3.0, 48, window=8, group=16)
-    exact = followed(Full(), [21], 60).store.reader()(0)[1]
+    exact = Reading(followed(Full(), [21], 60).store)(0)[1]
     manager = followed(policy, [21], 60)
     assert formats(manager, 0)[1] == policy.storage.thoughts[-1]
-    got = manager.store.reader()(0)[1]
+    got = Reading(manager.store)(0)[1]
     one, first, last = (
         torch.ones(()),
         *(parse(policy.storage.thoughts[i]).fit(DECODER.config.head_dim) for i in (0, 3)),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minithink.errors import UsageError
+from minithink.kv.reading import Reading
 from minithink.policies.full import Full
 from minithink.policies.quant import Quant
 from minithink.quant import parse_pair
@@ -62,7 +63,7 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
 )
 def test_tokens_come_back_rounded(policy: Quant) -> None:
     """The first layer's keys and values do not depend on the cache: what is held is their rounding."""
-    exact = followed(Full(), [21], 20, decoder=WIDE).store.reader()(0)
+    exact = Reading(followed(Full(), [21], 20, decoder=WIDE).store)(0)
     manager = followed(policy, [21], 20, decoder=WIDE)
     (k_fmt, v_fmt), total = parse_pair(policy.storage.thoughts[0]), 41
     waiting = 20 % policy.storage.buffer if policy.storage.buffer else 0
@@ -70,7 +71,7 @@ def test_tokens_come_back_rounded(policy: Quant) -> None:
     assert formats(manager, 0) == [policy.storage.thoughts[0]] * (total - waiting) + ["waits"] * waiting
     # the prompt's groups of 16 begin at 0, those of the buffer at 21
     starts = [0, 16, 21, 37, total] if k_fmt.by == "token" else list(range(total + 1))
-    for name, fmt, got, x in zip("kv", (k_fmt, v_fmt), manager.store.reader()(0), exact, strict=True):
+    for name, fmt, got, x in zip("kv", (k_fmt, v_fmt), Reading(manager.store)(0), exact, strict=True):
         scale = fmt.tensor_scale(x[:, :, :21].abs().amax())
         groups = [x[:, :, start:stop] for start, stop in pairwise(starts)]
         rounded = []

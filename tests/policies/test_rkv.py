@@ -18,6 +18,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE
 from minithink.errors import UsageError
 from minithink.kv.contract import Edit, Evict, Policy, Step
+from minithink.kv.reading import Reading
 from minithink.kv.schedule import share_of
 from minithink.kv.stack import Stack
 from minithink.policies.rkv import Rkv
@@ -296,7 +297,7 @@ def test_compaction_changes_nothing_that_is_kept(how: Any) -> None:
     for seq in range(3):
         assert held(moved, seq) == held(plain, seq)
     for layer in range(2):
-        for got, want in zip(moved.store.reader()(layer), plain.store.reader()(layer), strict=True):
+        for got, want in zip(Reading(moved.store)(layer), Reading(plain.store)(layer), strict=True):
             assert torch.equal(got, want)
 
 

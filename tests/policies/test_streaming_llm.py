@@ -45,7 +45,7 @@ def attention(policy: StreamingLLM, keys: Tensor = K, values: Tensor = V, prompt
         out = manager.attend(0, torch.cat((Q.expand(k.shape), k), dim=1), v)
         if part.stop < len(keys):  # look before the last eviction
             manager.end_step()
-    assert [p for p in manager.store.positions()[0, 0, 0].tolist() if p >= 0] == [0, 3, 4, 5]
+    assert [p for p in manager.store.lists.positions()[0, 0, 0].tolist() if p >= 0] == [0, 3, 4, 5]
     return out[0, 0]
 
 

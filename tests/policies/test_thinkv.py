@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minithink.kv.contract import Demand, See, Shape, Step
 from minithink.kv.manager import KVManager
+from minithink.kv.reading import Reading
 from minithink.kv.table import printed
 from minithink.model import Rope
 from minithink.policies import thinkv, thinkv_options
@@ -209,7 +210,7 @@ def test_survivors_are_those_of_k_means_over_all_heads_of_a_layer() -> None:
     policy = told(Tbe, [REASONING, TRANSITION, REASONING])(budget=100, tau=20, retention="5", **ALONE)
     for clock, manager in enumerate(follow(policy, [4], 40)):
         if clock == 39:
-            read = manager.store.reader()
+            read = Reading(manager.store)
             keys = [read(layer)[0][0, :, 4:24].transpose(0, 1).flatten(1).clone() for layer in (0, 1)]
     for layer, x in enumerate(keys):  # [20, Hkv · D]
         want = kmeans(x[None], torch.ones(1, 20, dtype=torch.bool), torch.tensor([5]))[0]
@@ -237,7 +238,7 @@ def test_nothing_is_lost_where_nothing_has_to_go() -> None:
         assert policy.storage.buffer == 0
         want, got = (followed(p, [9, 4], 40) for p in (Full(), policy))
         for layer in (0, 1):
-            for a, b in zip(want.store.reader()(layer), got.store.reader()(layer), strict=True):
+            for a, b in zip(Reading(want.store)(layer), Reading(got.store)(layer), strict=True):
                 assert torch.equal(a, b)
 
 

@@ -56,7 +56,7 @@ class Watched:
             row = self.manager.row_of(seq)
             if self.manager.sequences.at(row).clock < 0:
                 continue
-            pos = self.manager.store.positions()[:, row].flatten(0, 1)
+            pos = self.manager.store.lists.positions()[:, row].flatten(0, 1)
             fmt = self.manager.store.format()[:, row].flatten(0, 1)
             held = torch.full((len(pos), len(self.fed[seq]) + 1), GONE, dtype=torch.uint8)
             held.scatter_(1, torch.where(pos < 0, held.shape[1] - 1, pos).long(), fmt)

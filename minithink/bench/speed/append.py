@@ -58,7 +58,7 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurem
     torch.cuda.empty_cache()
     ops, device, size, total = triton_backend(), attention.DEVICE, storage.buffer, length + repeats
     store = attention.empty_store(storage, LAYERS, batch, total + 1)
-    store.used = set(store.home)  # no prompt is in it
+    store.slots.used = set(store.slots.home)  # no prompt is in it
     step_of = Batch.of(device, row=range(batch), active=[0] * batch, length=[1] * batch)
     # Sequences are at different points of their buffers; in a step as many are full as in any other.
     points = [row * size // batch for row in range(batch)]
@@ -89,10 +89,10 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurem
             step_of.waiting[rows] = 0
             points = [0 if point == size else point for point in points]
         steps.append(attention.elapsed(step_graph))
-        store.most = [n + 1] * batch
+        store.lists.longest = [n + 1] * batch
         store.appended(range(batch), [n + 1] * batch)
         points = [point + 1 for point in points]
-    if bool(store.overflow):
+    if bool(store.slots.overflow):
         raise MinithinkError(f"The pool was too small for {batch} sequences of {total} tokens.")
     append = statistics.median(steps[-repeats:]) / LAYERS
     buffer = statistics.median(flushes[len(flushes) // 2 :]) * len(flushes) / total / LAYERS if flushes else 0.0

@@ -30,6 +30,7 @@ from minithink.cli.commands import positive
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.pages import Layout, layouts
+from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
 from minithink.loop import no_collections
 from minithink.ref.paged_attention import paged_attention as reference
@@ -148,7 +149,7 @@ def attending(
 
     def call(i: int) -> Any:
         if i == 0:
-            reads[:] = [store.reader()]
+            reads[:] = [Reading(store)]
         return attend(q[i], reads[0], i, group)
 
     return call
@@ -156,12 +157,12 @@ def attending(
 
 def bytes_read(store: PagedStore, length: int) -> float:
     """Bytes that attention must read of one lane of a store in one format."""
-    return lane_bytes(store.layouts[max(store.used)], length)
+    return lane_bytes(store.pages.layouts[max(store.slots.used)], length)
 
 
 def lane_bytes(lay: Layout, length: int) -> float:
     """Bytes that attention must read of a lane of so many tokens: codes, scales, places."""
-    shared = lay.row / lay.k.group if lay.by_token else 0
+    shared = lay.shared / lay.k.group if lay.by_token else 0
     return length * (lay.codes + lay.side + shared + 4)
 
 
@@ -175,7 +176,7 @@ def empty_store(storage: Storage, layers: int, batch: int, tokens: int) -> Paged
     pages = -(-tokens // lay.slots)
     groups = -(-tokens // lay.k.group) + 1 if lay.by_token else 0
     return PagedStore(
-        shape, storage, pages=lanes * pages, scale_rows=lanes * groups, dtype=DTYPE, columns=tokens,
+        shape, storage, pages=lanes * pages, groups=lanes * groups, dtype=DTYPE, columns=tokens,
         table_width=pages, backend=triton_backend(),
     )  # fmt: skip
 
@@ -183,11 +184,11 @@ def empty_store(storage: Storage, layers: int, batch: int, tokens: int) -> Paged
 def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedStore:
     """A store whose lanes all hold `length` tokens of random numbers, in slots as they are after long use."""
     store = empty_store(storage, layers, batch, length)
-    f, lay, lanes = len(storage.formats) - 1, store.layouts[-1], layers * batch * KV_HEADS
-    store.used = {f}
-    store.table.format.fill_(f)
-    number = torch.randperm(store.table.pages.count, device=DEVICE, dtype=torch.int32).view(lanes, -1)
-    place, column = store.place.view(lanes, -1), torch.arange(length, device=DEVICE)
+    f, lay, lanes = len(storage.formats) - 1, store.pages.layouts[-1], layers * batch * KV_HEADS
+    store.slots.used = {f}
+    store.slots.table.format.fill_(f)
+    number = torch.randperm(store.slots.table.free_pages.count, device=DEVICE, dtype=torch.int32).view(lanes, -1)
+    place, column = store.lists.place.view(lanes, -1), torch.arange(length, device=DEVICE)
     for part in range(0, lanes, 1024):  # a few at a time, for the memory
         here = number[part : part + 1024]
         order = column.expand(len(here), length)
@@ -196,30 +197,31 @@ def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedS
             # the tokens that stay keep their order; new tokens take the free slots in the order of the table
             order = order.gather(1, torch.where(gone, length + order, column).argsort(1))
         page = here.gather(1, order // lay.slots)
-        place[part : part + 1024, :length] = (page * store.table.most + order % lay.slots).to(torch.int32)
-    store.count.fill_(length)
-    store.pos[..., :length] = column
-    store.most = [length] * batch
+        place[part : part + 1024, :length] = (page * store.slots.table.stride + order % lay.slots).to(torch.int32)
+    store.lists.count.fill_(length)
+    store.lists.pos[..., :length] = column
+    store.lists.longest = [length] * batch
     if lay.plain:
-        for part in store.pool.view(DTYPE).view(-1).split(2**28):
+        for part in store.pages.pool.view(DTYPE).view(-1).split(2**28):
             part.normal_()
     else:
-        for part in store.pool.view(-1).split(2**30):
+        for part in store.pages.pool.view(-1).split(2**30):
             part.random_(0, 256)
             if lay.k.name == "fp8":
                 part.bitwise_and_(0xBF)  # below 2: its codes have NaNs among them
-        for which, (params, fmt) in enumerate(((store.scale_rows if lay.by_token else store.side, lay.k),
-                                               (store.side, lay.v))):  # fmt: skip
+        side = store.pages.side
+        of_keys = store.pages.group_params if lay.by_token else side
+        for which, (params, fmt) in enumerate(((of_keys, lay.k), (side, lay.v))):
             if fmt.group and fmt.param_bytes == 1:
                 params.random_(0x28, 0x40)
             elif fmt.group:
                 params.view(torch.float16).uniform_(0.25, 2)
             if fmt.tensor_scaled:
-                store.scale[f, which] = 0.01
+                store.pages.scale[f, which] = 0.01
     if lay.by_token:  # tokens are quantized together with their neighbours
         group = column // lay.k.group
         row = torch.arange(lanes, device=DEVICE)[:, None] * (-(-length // lay.k.group)) + group
-        store.scale_row.view(-1)[place[:, :length].long()] = row.to(torch.int32)
+        store.slots.group_of.view(-1)[place[:, :length].long()] = row.to(torch.int32)
     return store
 
 
@@ -240,7 +242,7 @@ def _difference(name: str, batch: int, length: int) -> float:
     store = used_store(FORMATS[name], 2, batch, length)
     q = torch.randn(batch, HEADS, DIM, device=DEVICE, dtype=DTYPE)
     want: Any = reference(q.float(), _as_float32(store), 1, "mean")
-    got: Any = triton_backend().paged_attention(q, store.reader(), 1, "mean")
+    got: Any = triton_backend().paged_attention(q, Reading(store), 1, "mean")
     return max(float((x.float() - y).abs().max() / y.abs().max()) for x, y in zip(got, want, strict=True))
 
 
@@ -248,9 +250,9 @@ def _as_float32(store: PagedStore) -> Any:
     """What the store gives to read, in float32: codes are not rounded to the model's type first."""
     wide = copy.copy(store)
     wide.backend = REFERENCE
-    if not any(store.layouts[f].plain for f in store.used):
+    if not any(store.pages.layouts[f].plain for f in store.slots.used):
         wide.dtype, wide.ring = torch.float32, store.ring.float()
-    read = wide.reader()
+    read = Reading(wide)
 
     class Wide:
         def valid(self, layer: int) -> Tensor | None:

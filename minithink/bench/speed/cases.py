@@ -348,7 +348,7 @@ class Bench:
             "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
             "bytes": sum(kinds.values()), "full_bytes": full, "share": sum(kinds.values()) / full,
             "free_share": free / full, "pool_share": cache.ledger().total / len(rows) / full,
-            "pages_share": pages / cache.store.table.pages.count, **counted(steady),
+            "pages_share": pages / cache.store.slots.table.free_pages.count, **counted(steady),
         }  # fmt: skip
 
     @property
@@ -423,7 +423,7 @@ class Bench:
         """The least time of a step: reading weights and cache, or the products, whichever takes longer."""
         store, rows = steady.cache.store, list(steady.sequences)
         held = sum(store.account(rows[i : i + SOME]).held for i in range(0, len(rows), SOME))
-        return self.limit_of(len(rows), held, int(store.count.sum()) * store.shape.sharing, milliseconds)
+        return self.limit_of(len(rows), held, int(store.lists.count.sum()) * store.shape.sharing, milliseconds)
 
     def limit_of(self, batch: int, held: int, tokens: int, milliseconds: float) -> dict[str, Any]:
         """The same from numbers. held: bytes of the cache; tokens: of all lanes."""

@@ -1,7 +1,7 @@
 """Many sequences out of few: a cache is filled with copies of those of a smaller one.
 
 What takes a policy thousands of steps for a thousand sequences takes it as many for sixteen. A copy holds the same
-tokens, in pages and with rows of key scales of its own, drawn at random from the whole pool: as they lie where
+tokens, in pages and with groups of keys of its own, drawn at random from the whole pool: as they lie where
 sequences came and went.
 """
 
@@ -33,56 +33,59 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     of = torch.arange(many.shape.rows, device=many.device) % n
     firsts = range(0, len(of), n)
     held = [_held(source, len(of[first : first + n])) for first in firsts]
-    lists, free = (source.table.pages, source.free_rows), (target.table.pages, target.free_rows)
+    theirs, own = source.slots, target.slots
+    lists, free = (theirs.table.free_pages, theirs.free_groups), (own.table.free_pages, own.free_groups)
     for numbers, parts in zip(free, zip(*held, strict=True), strict=True):
         if (wanted := sum(map(len, parts))) > numbers.count:
             raise Exhausted(f"The KV pool is exhausted: copies need {wanted:,} of {numbers.count:,} {numbers.what}.")
     for numbers in free:
         _shuffle(numbers)
-    target.table.live.fill_(False)
-    target.table.format.fill_(255)
-    target.row_uses.zero_()
+    own.table.live.fill_(False)
+    own.table.format.fill_(255)
+    own.group_uses.zero_()
     for first, old in zip(firsts, held, strict=True):
-        rows, most = len(of[first : first + n]), source.table.most
+        rows, stride = len(of[first : first + n]), theirs.table.stride
         new = [numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
                for numbers, x in zip(free, old, strict=True)]  # fmt: skip
-        to_page, to_scale = map(_map, lists, free, old, new)
-        place = source.place[:, :rows]
-        paged = to_page[(place // most).clamp(min=0).long()] * most + place % most
-        target.place[:, first : first + rows] = torch.where(place < 0, place, paged).int()
-        target.table.page[:, first : first + rows] = to_page[source.table.page[:, :rows].long()].int()
-        target.row_uses[new[1]] = source.row_uses[old[1]]
-        target.scale_rows[new[1]] = source.scale_rows[old[1]]
+        to_page, to_group = map(_map, lists, free, old, new)
+        place = source.lists.place[:, :rows]
+        paged = to_page[(place // stride).clamp(min=0).long()] * stride + place % stride
+        target.lists.place[:, first : first + rows] = torch.where(place < 0, place, paged).int()
+        own.table.page[:, first : first + rows] = to_page[theirs.table.page[:, :rows].long()].int()
+        own.group_uses[new[1]] = theirs.group_uses[old[1]]
+        target.pages.group_params[new[1]] = source.pages.group_params[old[1]]
         for there, here in zip(*(pages.split(AT_ONCE) for pages in (old[0], new[0])), strict=True):
             for name in ("live", "taken", "filled", "thought", "format"):
-                getattr(target.table, name)[here] = getattr(source.table, name)[there]
-            target.pool[here], target.side[here] = source.pool[there], source.side[there]
-            if len(source.scale_row):
-                target.scale_row[here] = to_scale[source.scale_row[there].long()].int()
+                getattr(own.table, name)[here] = getattr(theirs.table, name)[there]
+            target.pages.pool[here] = source.pages.pool[there]
+            target.pages.side[here] = source.pages.side[there]
+            if len(theirs.group_of):
+                own.group_of[here] = to_group[theirs.group_of[there].long()].int()
     for x, y, axis in _by_row(few, many):
         y.copy_(x if axis is None else x.index_select(axis, of))
     for i, row in enumerate(of.tolist()):
-        for name in ("most", "lengths", "waiting"):
-            getattr(target, name)[i] = getattr(source, name)[row]
+        target.lists.longest[i] = source.lists.longest[row]
+        target.lengths[i] = source.lengths[row]
+        target.waiting[i] = source.waiting[row]
         target.starts[i], target.kinds[i] = list(source.starts[row]), list(source.kinds[row])
-        theirs = few.sequences.at(row)
-        own = many.sequences.at(i)
-        own.prompt, own.thinking, own.length = theirs.prompt, theirs.thinking, theirs.length
-    target.used.update(source.used)
-    target.table.drawn()
-    target.free_rows.at_least = 0
+        known = few.sequences.at(row)
+        copy = many.sequences.at(i)
+        copy.prompt, copy.thinking, copy.length = known.prompt, known.thinking, known.length
+    own.used.update(theirs.used)
+    own.table.drawn()
+    own.free_groups.at_least = 0
 
 
 def _held(store: PagedStore, rows: int) -> tuple[Tensor, Tensor]:
-    """Pages of the first rows, and rows of key scales that their tokens use: int64, each once."""
-    table = store.table
+    """Pages of the first rows, and groups of keys that their tokens are in: int64, each once."""
+    table = store.slots.table
     pages = table.page[:, :rows].flatten().long()
-    pages = pages[pages != table.pages.count]
-    if not len(store.scale_row):
+    pages = pages[pages != table.free_pages.count]
+    if not len(store.slots.group_of):
         return pages, pages[:0]
-    by_token = torch.tensor([lay.by_token for lay in store.layouts], device=pages.device)
+    by_token = torch.tensor([lay.by_token for lay in store.pages.layouts], device=pages.device)
     using = table.live[pages] & by_token[table.format[pages].long()][:, None]
-    return pages, store.scale_row[pages][using].long().unique()
+    return pages, store.slots.group_of[pages][using].long().unique()
 
 
 def _shuffle(free: FreeList) -> None:
@@ -103,8 +106,7 @@ def _map(source: FreeList, target: FreeList, old: Tensor, new: Tensor) -> Tensor
 
 def _by_row(few: KVManager, many: KVManager) -> list[tuple[Tensor, Tensor, int | None]]:
     """The tensors of rows, here and there, and the axis of the rows; None: both sizes are equal."""
-    names = ("pos", "count", "ring", "outgoing", "outgoing_at", "scale", "thought", "next_thought", "begun")
-    out = [(getattr(few.store, name), getattr(many.store, name)) for name in names]
+    out = [*zip(_of_rows(few.store), _of_rows(many.store), strict=True)]
     for p, q in zip(members(few.policy), members(many.policy), strict=True):
         out.append((few.budgets[id(p)], many.budgets[id(q)]))
         out += zip(p.state(), q.state(), strict=True)
@@ -113,3 +115,10 @@ def _by_row(few: KVManager, many: KVManager) -> list[tuple[Tensor, Tensor, int |
         return next((i for i, (p, q) in enumerate(zip(x.shape, y.shape, strict=True)) if p != q), None)
 
     return [(x, y, axis(x, y)) for x, y in out]
+
+
+def _of_rows(store: PagedStore) -> tuple[Tensor, ...]:
+    """The tensors of a store that have an axis of rows, and name no page."""
+    rings = (store.ring, store.outgoing, store.outgoing_at)
+    thoughts = (store.thought, store.next_thought, store.begun)
+    return store.lists.pos, store.lists.count, store.pages.scale, *rings, *thoughts

@@ -21,6 +21,7 @@ from minithink.backend import triton_backend
 from minithink.bench.speed import attention
 from minithink.bench.speed.attention import DIM, DTYPE, FORMATS, HEADS
 from minithink.errors import MinithinkError
+from minithink.kv.reading import Reading
 from minithink.results import record
 from minithink.results.record import Measurement
 
@@ -80,7 +81,7 @@ def call(name: str) -> None:
     """Attention of one case, warmed up, within the range that is counted."""
     fmt, batch, length, group = CASES[name]
     q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=DTYPE)
-    read = attention.used_store(FORMATS[fmt], 1, batch, length).reader()
+    read = Reading(attention.used_store(FORMATS[fmt], 1, batch, length))
     triton_backend().paged_attention(q, read, 0, group)
     torch.cuda.synchronize()
     with torch.cuda.nvtx.range("counted"):

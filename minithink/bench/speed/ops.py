@@ -23,6 +23,7 @@ from minithink.bench.speed import attention
 from minithink.bench.speed.attention import DIM, DTYPE, FORMATS, HEADS, KV_HEADS
 from minithink.cli.commands import positive
 from minithink.errors import MinithinkError
+from minithink.kv.reading import Reading
 from minithink.results.record import Measurement
 
 DEFAULT = "thought-kernels"
@@ -82,7 +83,7 @@ def measurements(batch: int, lengths: Sequence[int], due: Sequence[int], repeats
 
 def row(batch: int, length: int, repeats: int) -> Measurement:
     """What attention's time grows by when it tells the row; bytes: of the weights, written once."""
-    read = attention.used_store(FORMATS["nvfp4"], MEASURED, batch, length).reader()
+    read = Reading(attention.used_store(FORMATS["nvfp4"], MEASURED, batch, length))
     attend = triton_backend().paged_attention
     q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=DTYPE)
     silent, telling = (

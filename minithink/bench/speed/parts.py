@@ -19,6 +19,7 @@ from minithink.bench.speed.clock import timed
 from minithink.bench.speed.steady import Steady
 from minithink.errors import MinithinkError
 from minithink.kv.batch import Batch
+from minithink.kv.reading import Reading
 from minithink.loop import DecodeLoop
 
 GATHERS = 8  # that are timed alone
@@ -222,7 +223,7 @@ def attention_seconds(steady: Steady, watched: Sequence[int] = ()) -> float:
     at = torch.arange(batch, device=cache.device)
 
     def attend() -> None:
-        read = cache.store.reader(at)  # what it finds once a step is part of it
+        read = Reading(cache.store, at)  # what it finds once a step is part of it
         for layer in range(c.num_layers):
             cache.backend.paged_attention(q, read, layer, "max_logit" if layer in watched else None)
 

@@ -216,7 +216,7 @@ class Steady:
     @property
     def pages(self) -> int:
         """Pages of the pool that hold tokens."""
-        pages = self.cache.store.table.pages
+        pages = self.cache.store.slots.table.free_pages
         return pages.count - pages.free
 
     def reach(self, tokens: int) -> None:

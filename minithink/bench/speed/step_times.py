@@ -23,6 +23,7 @@ from minithink.errors import MinithinkError
 from minithink.kernels._common import INTERPRETED
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import Storage
+from minithink.kv.reading import Reading
 from minithink.ref.paged_attention import paged_attention as reference
 from minithink.results.record import Measurement
 
@@ -93,7 +94,7 @@ def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> It
     """What reads pages, all from one store."""
     store = attention.used_store(Storage(), layers, batch, length)
     q = torch.randn(layers, batch, HEADS, DIM, device=attention.DEVICE, dtype=torch.bfloat16)
-    read, sources = store.reader(), [inputs(store, layer) for layer in range(layers)]
+    read, sources = Reading(store), [inputs(store, layer) for layer in range(layers)]
     bound = attention.bytes_read(store, length) * batch * KV_HEADS
 
     def row(name: str, title: str, call: Callable[[int], Any]) -> Measurement:
@@ -114,8 +115,12 @@ def check() -> dict[str, float]:
     """The largest error of each step on a small case, relative to the largest value of the reference."""
     batch, length = CHECKED
     store = attention.used_store(Storage(), 2, batch, length)
-    store.count[1] = torch.randint(1, length, store.count[1].shape, device=attention.DEVICE, dtype=store.count.dtype)
-    store.pos.masked_fill_(torch.arange(store.pos.shape[-1], device=attention.DEVICE) >= store.count[..., None], -1)
+    store.lists.count[1] = torch.randint(
+        1, length, store.lists.count[1].shape, device=attention.DEVICE, dtype=store.lists.count.dtype
+    )
+    store.lists.pos.masked_fill_(
+        torch.arange(store.lists.pos.shape[-1], device=attention.DEVICE) >= store.lists.count[..., None], -1
+    )
     q = torch.randn(batch, HEADS, DIM, device=attention.DEVICE, dtype=torch.bfloat16)
     want, _ = reference(q.float(), attention._as_float32(store), 1)
     runs: dict[str, Callable[..., Tensor]] = {name: step.run for name, step in STEPS.items()}

@@ -278,8 +278,8 @@ STEPS: dict[str, Step] = {
 
 def inputs(store: PagedStore, layer: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cache, places and counts of a store in one plain format with a table for each head."""
-    numbers = store.pool.view(store.dtype).view(-1, 2, store.shape.head_dim)
-    return numbers, store.place[layer], store.count[layer]
+    numbers = store.pages.pool.view(store.dtype).view(-1, 2, store.shape.head_dim)
+    return numbers, store.lists.place[layer], store.lists.count[layer]
 
 
 def variants() -> Iterator[Variant]:

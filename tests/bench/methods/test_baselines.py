@@ -91,7 +91,11 @@ def test_decisions_are_drawn_while_a_cache_is_filled(name: str, monkeypatch: pyt
     assert decided
     assert not any(decided)
     assert not lots
-    held = steady.cache.store.count.float().mean((0, 2)) if policy.scope != "sequence" else steady.cache.store.count
+    held = (
+        steady.cache.store.lists.count.float().mean((0, 2))
+        if policy.scope != "sequence"
+        else steady.cache.store.lists.count
+    )
     assert (held >= BUDGET).all()
     assert (held <= BUDGET + policy.slack).all()
 

@@ -44,7 +44,7 @@ def test_a_full_lane_stays_full() -> None:
     steady = Steady(model, METHODS["crystal_kv"], 2, SMALL, 200)
     steady.reach(1000)
     assert steady.generated == steady.enough == 128
-    held = steady.cache.store.count
+    held = steady.cache.store.lists.count
     assert int(held.sum()) == held.numel() * 64
 
 
@@ -54,7 +54,7 @@ def test_uneven_heads_hold_as_many_tokens() -> None:
     steady = Steady(model, METHODS["crystal_kv-uneven"], 2, SMALL, 300)
     steady.reach(1000)
     assert steady.generated == steady.enough == 256
-    held = steady.cache.store.count  # [L, B, Hkv]
+    held = steady.cache.store.lists.count  # [L, B, Hkv]
     assert held.sum((0, 2)).tolist() == [3 * 2 * 64] * 2
     assert held[:, 0].tolist() == steady.cache.policy.target[:, 0].tolist()
     assert int(held.max()) > 1.1 * 64 > 0.9 * 64 > int(held.min())

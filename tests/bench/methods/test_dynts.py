@@ -33,7 +33,7 @@ def test_sequences_stand_at_all_places_of_the_sawtooth() -> None:
     model = RandomModel(CONFIGS["tiny"], torch.device("cpu"), torch.bfloat16)
     steady = Steady(model, METHODS["dynts"], 7, SMALL, 200)
     steady.reach(1000)
-    held = steady.cache.store.count.flatten().tolist()
+    held = steady.cache.store.lists.count.flatten().tolist()
     assert steady.generated == steady.enough
     assert all(146 <= n < 160 for n in held)
     assert len(set(held)) == 7, "spread over K"
@@ -81,7 +81,7 @@ def test_the_drawn_length_is_the_sawtooth_of_the_cache() -> None:
         seen = [128]
         for _ in range(80):
             loop.step(steady.sequences, [1])
-            [count] = {*steady.cache.store.count.flatten().tolist()}
+            [count] = {*steady.cache.store.lists.count.flatten().tolist()}
             seen.append(count)
         assert seen == held(method, settings), method
     falls = [i + 1 for i, (a, b) in enumerate(pairwise(seen)) if b < a]

@@ -62,5 +62,5 @@ def test_all_vectors_are_there() -> None:
     assert (steady.policy._vector.norm(dim=-1) > 0.3).all()  # type: ignore[attr-defined]
     steady.reach(1000)
     assert steady.generated == steady.enough == 2 * 64 + 128
-    assert (steady.cache.store.count >= 64).all()
-    assert (steady.cache.store.count < 64 + 128).all()
+    assert (steady.cache.store.lists.count >= 64).all()
+    assert (steady.cache.store.lists.count < 64 + 128).all()

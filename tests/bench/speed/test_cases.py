@@ -22,6 +22,7 @@ from minithink.bench.speed.steady import CONFIGS, RandomModel, Settings, Steady,
 from minithink.bench.tables import pages
 from minithink.errors import MinithinkError
 from minithink.kv.manager import bytes_for
+from minithink.kv.reading import Reading
 from minithink.kv.store import SAME
 from minithink.kv.table import Exhausted
 from minithink.results import record
@@ -52,17 +53,17 @@ def made(method: str, batch: int = 3, tokens: int = 200, **settings: Any) -> Ste
 def assert_lawful(case: Steady) -> None:
     """Slots and pages are conserved, and the types of thoughts never mix in a block."""
     store = case.cache.store
-    table, place, pos = store.table, store.place[..., : store.seen], store.positions()
+    table, place, pos = store.slots.table, store.lists.place[..., : store.lists.seen], store.lists.positions()
     paged = place[(pos >= 0) & (place >= 0)]
     assert len(paged.unique()) == len(paged), "two tokens in one slot"
     live = torch.zeros_like(table.live)
     live.view(-1)[paged.long()] = True
-    pages = table.pages.count
+    pages = table.free_pages.count
     assert torch.equal(live[:pages], table.live[:pages] & (table.format[:pages] != 255)[:, None])
     opened = table.page[table.page != pages]
     assert len(opened.unique()) == len(opened) == case.pages
     assert torch.equal(live[opened.long()].sum(1), table.taken[opened.long()].long())
-    assert torch.equal((pos >= 0).sum(-1), store.count)
+    assert torch.equal((pos >= 0).sum(-1), store.lists.count)
     if not isinstance(case.policy, Drawn):
         return
     for row in case.sequences:
@@ -71,7 +72,7 @@ def assert_lawful(case: Steady) -> None:
         segment = (held - case.settings.prompt).div(case.period, rounding_mode="floor")
         there = (held >= 0) & (at >= 0)
         of = kinds[segment.clamp(min=-1)[there] + 1]
-        assert torch.equal(table.thought[at[there].long() // table.most], of)
+        assert torch.equal(table.thought[at[there].long() // table.stride], of)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -83,7 +84,7 @@ def test_a_synthetic_cache_keeps_the_laws(method: str) -> None:
     loop = TimedLoop(case)
     m = loop.measure(1, 20)
     assert_lawful(case)
-    count, clock = case.cache.store.count, case.generated
+    count, clock = case.cache.store.lists.count, case.generated
     most = {"full": 8 + clock + 16, "rkv": 64 + 15}.get(method.partition("-")[0], 64)
     assert count.max() <= (64 if "every" in method else most)
     assert count.min() >= (8 + clock if method == "full" else 32)
@@ -127,7 +128,7 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
             assert torch.equal(getattr(many, name), getattr(source, name)[of])
         assert (many.next_thought == SAME).all(), "segments that are not captured begin at once"
         for i in case.sequences:
-            theirs, own = source.reader(torch.tensor([i % 3])), many.reader(torch.tensor([i]))
+            theirs, own = Reading(source, torch.tensor([i % 3])), Reading(many, torch.tensor([i]))
             seen = int(source.count[:, i % 3].max())
             assert torch.equal(own.pos[..., :seen], theirs.pos[..., :seen])
             assert (own.pos[..., seen:] < 0).all()
@@ -142,9 +143,9 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
 def _uses(few: Steady, row: int) -> int:
     """Living tokens of a row whose keys share scales."""
     store = few.cache.store
-    place = store.place[:, row, :, : store.seen][store.positions()[:, row] >= 0]
-    by_token = torch.tensor([lay.by_token for lay in store.layouts])
-    return int(by_token[store.table.format[place[place >= 0] // store.table.most].long()].sum())
+    place = store.lists.place[:, row, :, : store.lists.seen][store.lists.positions()[:, row] >= 0]
+    by_token = torch.tensor([lay.by_token for lay in store.pages.layouts])
+    return int(by_token[store.slots.table.format[place[place >= 0] // store.slots.table.stride].long()].sum())
 
 
 def test_copies_are_spread_over_the_cycle() -> None:
@@ -160,11 +161,11 @@ def test_a_pool_that_is_too_small_for_copies() -> None:
     """It is said before anything is changed."""
     few, many = (Steady(model(), METHODS["thinkv"], n, replace(SMALL, lockstep=True), 200) for n in (2, 3))
     few.reach(150)
-    many.cache.store.table.pages.count //= 4
-    before = [x.clone() for x in many.cache.store.table.tensors]
+    many.cache.store.slots.table.free_pages.count //= 4
+    before = [x.clone() for x in many.cache.store.slots.table.tensors]
     with pytest.raises(Exhausted, match=r"The KV pool is exhausted: copies need \d+ of \d+ pages\."):
         many.cache.copy(few.cache)
-    for x, y in zip(many.cache.store.table.tensors, before, strict=True):
+    for x, y in zip(many.cache.store.slots.table.tensors, before, strict=True):
         assert torch.equal(x, y)
 
 
@@ -237,7 +238,7 @@ def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypat
 def test_keys_differ_from_token_to_token_and_from_layer_to_layer() -> None:
     case = made("full", batch=2)
     case.reach(20)
-    read = case.cache.store.reader()
+    read = Reading(case.cache.store)
     keys = torch.stack([read(layer)[0][:, :, 8:28] for layer in range(3)])
     assert len(keys.flatten(0, 3).unique(dim=0)) == 3 * 2 * 2 * 20
     assert 0.8 < float(keys.float().std()) < 1.2

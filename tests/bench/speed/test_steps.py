@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from minithink.bench.__main__ import main
 from minithink.bench.speed import step_times, steps
 from minithink.bench.tables import pages
+from minithink.kv.reading import Reading
 from minithink.ref import paged_attention as ref
 from minithink.results import record
 from tests.compare import assert_close
@@ -59,7 +60,7 @@ def test_equals_the_reference(
     )  # fmt: skip
     q = torch.randn(len(lengths), kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
-    want, _ = ref.paged_attention(q, store.reader(), layer)
+    want, _ = ref.paged_attention(q, Reading(store), layer)
     got = SMALL[name](q, *steps.inputs(store, layer))
     near = TOLERANCE[dtype] * max(1e-3, float(want.abs().max()))
     assert_close(f"out of {name}", got.float(), want.float(), atol=near)
@@ -83,7 +84,7 @@ def test_logits_whose_exponentials_do_not_exist(name: str, sign: int) -> None:
 def test_the_cuts_that_are_timed(name: str) -> None:
     store = filled(STORAGES["plain"], "head", [150 if name != "token" else 9, 3], kv_heads=1, steps=4)
     q = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    want, _ = ref.paged_attention(q, store.reader(), 0)
+    want, _ = ref.paged_attention(q, Reading(store), 0)
     got = steps.STEPS[name].run(q, *steps.inputs(store, 0))
     assert_close(name, got, want, atol=2e-6 * float(want.abs().max()))
 

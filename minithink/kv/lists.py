@@ -1,0 +1,136 @@
+"""Lists: which tokens every unit holds, oldest first, and where each of them lies.
+
+    place    where the token lies: the number of its slot, or a place in the ring (`slots.py` explains both)
+    pos      its original position in the text; −1 after the last token
+    count    how many tokens the list has
+
+`place` and `pos` are int32 [Lt, B, Ht, S + 1], `count` is int32 [Lt, B, Ht]. Column i of a list is its i-th token.
+The extra last column takes masked-out writes and is never read. Reading and evicting go by the lists: the order of
+slots in memory says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from minithink.errors import UsageError
+from minithink.kv.contract import Shape
+
+
+class Lists:
+    """The lists of all units."""
+
+    def __init__(self, shape: Shape, columns: int | None, width: int) -> None:
+        """
+        Args:
+            columns: how many columns are read, fixed; None: as many as the longest list has tokens.
+            width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
+        """
+        size = (*shape.tables, (columns or width) + 1)
+        self.place = torch.zeros(size, dtype=torch.int32, device=shape.device)
+        self.pos = torch.full(size, -1, dtype=torch.int32, device=shape.device)
+        self.count = torch.zeros(shape.tables, dtype=torch.int32, device=shape.device)
+        self.columns = columns
+        # How long the longest list of each row may be, as the host knows it: it does not count evictions.
+        self.longest = [0] * shape.rows
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors."""
+        return self.place, self.pos, self.count
+
+    @property
+    def seen(self) -> int:
+        """S: the columns that are read."""
+        return self.columns or max(1, *self.longest)
+
+    def positions(self) -> Tensor:
+        """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
+        return self.pos[..., : self.seen]
+
+    def places(self) -> Tensor:
+        """Where the tokens lie, int32 [Lt, B, Ht, S]; undefined after the last token."""
+        return self.place[..., : self.seen]
+
+    # -- room for more tokens
+
+    def require(self, rows: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Check that lists of a fixed width have room for new tokens: counts[i] of row rows[i].
+
+        Returns:
+            how long the longest list of every row may be then.
+
+        Raises:
+            UsageError: a lane would hold more tokens than the fixed width.
+        """
+        more = [0] * len(self.longest)
+        for row, count in zip(rows, counts, strict=True):
+            more[row] += count
+        longest = _sums(self.longest, more)
+        if self.columns is None or max(longest) <= self.columns:
+            return longest
+        longest = _sums(self._counted(), more)
+        if max(longest) > self.columns:
+            raise UsageError(
+                f"A lane may hold {max(longest):,} tokens and the width was fixed to {self.columns:,}: use a "
+                "smaller budget or --max-new-tokens."
+            )
+        return longest
+
+    def require_one(self, rows: Sequence[int]) -> list[int]:
+        """The same for one new token of each of these rows, which are few: in every decode step."""
+        if self.columns is None or max(self.longest) >= self.columns:
+            return self.require(rows, [1] * len(rows))
+        longest = list(self.longest)
+        for row in rows:
+            longest[row] += 1
+        return longest
+
+    def widen(self, width: int) -> None:
+        """Widen every list to at least `width` tokens."""
+        have = self.place.shape[-1] - 1
+        if width > have:
+            more = max(width, 2 * have) - have
+            self.place = pad(self.place, (0, more))
+            self.pos = pad(self.pos, (0, more), value=-1)
+
+    def append(self, at: Tensor, valid: Tensor, place: Tensor, first: Tensor) -> None:
+        """Put new tokens behind the tokens that some units hold.
+
+        Args:
+            at: int64 [N], the rows.
+            valid: bool [Lt, N, Ht, n], the new tokens; those of a row come first.
+            place: [Lt, N, Ht, n], where they lie.
+            first: int64 [N], the position of each row's first new token.
+        """
+        column = torch.arange(valid.shape[-1], device=valid.device)
+        held = self.count[:, at]  # [Lt, N, Ht]
+        trash = self.place.shape[-1] - 1
+        end = torch.where(valid, held[..., None] + column, trash)
+        position = (first[:, None] + column)[None, :, None]
+        position = torch.where(valid, position, -1)
+        self._put(self.place, at, end, place)
+        self._put(self.pos, at, end, position)
+        self.pos[..., -1] = -1
+        self.count[:, at] = held + valid.sum(-1, dtype=torch.int32)
+
+    def _put(self, lists: Tensor, at: Tensor, columns: Tensor, new: Tensor) -> None:
+        """Write into some columns of the lists of some rows."""
+        own = lists[:, at]
+        lists[:, at] = own.scatter_(-1, columns, new.to(torch.int32))
+
+    def refresh(self) -> None:
+        """Read from the device how many tokens the lists have; the host does not count evictions."""
+        self.longest = self._counted()
+
+    def _counted(self) -> list[int]:
+        longest: list[int] = self.count.amax((0, 2)).tolist()
+        return longest
+
+
+def _sums(held: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip(held, more, strict=True)]
