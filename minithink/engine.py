@@ -28,7 +28,7 @@ from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
-from minithink.kv.plain import bytes_for as plain_bytes
+from minithink.kv.plain import most_bytes
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
 from minithink.kv.sizes import check_budget
@@ -183,7 +183,7 @@ class Engine:
         if policy is None:
             return sum(sizes[:rows]) * self.config.kv_bytes_per_token(self.dtype.itemsize)
         if plain:
-            return plain_bytes(self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt)
+            return most_bytes(self.config, policy, self.dtype, rows=rows, tokens=sizes[0], prompt=prompt)
         return bytes_for(
             self.config,
             policy,

@@ -21,8 +21,7 @@ from minithink.kv.apart import Apart
 from minithink.kv.contract import Edit, Policy, Step
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager, bytes_for
-from minithink.kv.plain import PlainCache
-from minithink.kv.plain import bytes_for as plain_bytes
+from minithink.kv.plain import PlainCache, most_bytes
 from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
 from minithink.policies import parse
@@ -545,7 +544,7 @@ def test_the_estimate_of_the_plain_manager_is_enough(engine: Engine, policy: str
         [[9, 8, 7] * 4, [5, 6] * 3], policy=policy, cache="plain", max_new_tokens=90, temperature=0
     )
     assert isinstance(stream.cache, PlainCache)
-    estimate = plain_bytes(engine.config, parse(policy), torch.float32, rows=2, tokens=102, prompt=12)
+    estimate = most_bytes(engine.config, parse(policy), torch.float32, rows=2, tokens=102, prompt=12)
     most = 0
     for _ in stream.steps():
         sequences = stream.cache.sequences.values()
@@ -623,10 +622,10 @@ def test_which_cache_is_chosen(engine: Engine, monkeypatch: pytest.MonkeyPatch) 
     assert chosen(cache="plain") is PlainCache
     assert chosen(cache="paged") is KVManager
     paged = bytes_for(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
-    assert paged < plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
+    assert paged < most_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
     monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: paged)
     assert chosen(policy=policy) is KVManager
-    plain = plain_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
+    plain = most_bytes(engine.config, parse(policy), torch.float32, rows=1, tokens=24, prompt=16)
     for share, expected in ((0.7, PlainCache), (0.9, KVManager)):  # of the free memory; 0.8 is the limit
         monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device, n=int(plain / share): n)
         assert chosen(policy=policy) is expected

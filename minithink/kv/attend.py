@@ -36,7 +36,7 @@ class DecodePass:
         self.parts = parts
         self.policy = parts.policy
         self.store = parts.store
-        self.backend = parts.store.backend
+        self.backend = parts.store.pages.backend
         self.observations = parts.observations
         self.batch = batch
         self.due = due

@@ -35,7 +35,7 @@ in their last columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -68,6 +68,31 @@ class Shape:
     device: torch.device
     tokens: int = 0  # the longest that a sequence may become; 0: it is not known
     dtype: torch.dtype = torch.float32  # of the model
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        policy: Policy,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> Shape:
+        """The shape of a model's cache under a policy."""
+        return cls(
+            layers=config.num_layers,
+            rows=rows,
+            kv_heads=config.num_kv_heads,
+            query_heads=config.num_heads,
+            head_dim=config.head_dim,
+            hidden=config.hidden_size,
+            scope=policy.scope,
+            device=torch.device(device),
+            tokens=tokens,
+            dtype=dtype,
+        )
 
     @property
     def tables(self) -> tuple[int, int, int]:
@@ -120,6 +145,14 @@ class Demand:
     def at(self, layer: int) -> bool:
         """Whether it is about this layer."""
         return self.layers is None or layer in self.layers
+
+    def shows(self, what: See, layer: int) -> bool:
+        """Whether it is about this, at this layer. HIDDEN of all layers leaves out the one behind the final norm."""
+        if not self.what & what:
+            return False
+        if what is See.HIDDEN and self.layers is None:
+            return layer >= 0
+        return self.at(layer)
 
     @property
     def weights(self) -> See:
@@ -210,6 +243,11 @@ class Storage:
     def formats(self) -> tuple[str, ...]:
         """All names, "plain" first: it holds the prompt until it is read."""
         return tuple(dict.fromkeys(("plain", *self.thoughts, *self.also)))
+
+    def within(self, tokens: int) -> Storage:
+        """The same for sequences of at most so many tokens. A buffer that is longer than a sequence is never full,
+        and needs no more room than the sequence."""
+        return self if self.buffer <= tokens else replace(self, buffer=tokens + 1)
 
 
 # --- the view of a step -------------------------------------------------------------------------------------

@@ -137,18 +137,7 @@ class KVManager:
         self.device = torch.device(device)
         self.dtype = dtype
         self.think_ids = think_ids
-        self.shape = Shape(
-            layers=config.num_layers,
-            rows=rows,
-            kv_heads=config.num_kv_heads,
-            query_heads=config.num_heads,
-            head_dim=config.head_dim,
-            hidden=config.hidden_size,
-            scope=policy.scope,
-            device=self.device,
-            tokens=tokens,
-            dtype=dtype,
-        )
+        self.shape = Shape.of(config, policy, rows=rows, tokens=tokens, device=device, dtype=dtype)
         self.prompt = tokens if prompt is None else prompt
         need = needs(policy, config.head_dim, dtype, tokens, self.prompt)
         self._fits = columns == "fit"
@@ -160,12 +149,9 @@ class KVManager:
         if pages is None:
             prompts = rows if prompts is None else prompts
             pages = units * (rows * need.pages + prompts * need.prompt_pages)
-        storage = policy.storage
-        if storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
-            storage = replace(storage, buffer=tokens + 1)
         self.store = PagedStore(
             self.shape,
-            storage,
+            policy.storage.within(tokens),
             pages=pages,
             groups=units * rows * need.groups,
             dtype=dtype,

@@ -58,10 +58,7 @@ class Observations:
         """Demands of one kind at a layer, each group rule once. due: the demands that are due in this pass."""
         seen = set()
         for demand in due:
-            fits = demand.what & what and demand.at(layer)
-            if what is See.HIDDEN and demand.layers is None:
-                fits = fits and layer >= 0
-            if fits and demand.group not in seen:
+            if demand.shows(what, layer) and demand.group not in seen:
                 seen.add(demand.group)
                 yield demand
 

@@ -46,7 +46,7 @@ to this file (tests/kv/test_plain.py): the same tokens, formats, budgets, bytes 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -70,6 +70,7 @@ from minithink.kv.lanes import FIRST_COLUMNS, Lanes
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.sizes import UNLIMITED, check_budget
 from minithink.kv.stack import members
+from minithink.kv.step import ShownStep
 from minithink.model import Rope
 from minithink.ref.attention import attention
 from minithink.ref.decode_attention import (
@@ -77,7 +78,6 @@ from minithink.ref.decode_attention import (
     decode_attention,
     decode_probabilities,
     group_reduce,
-    query_rows,
 )
 from minithink.ref.segments import segments
 from minithink.ref.survivors import survivors
@@ -175,21 +175,8 @@ class PlainCache:
         self.dtype = dtype
         self.backend = backend
         self.think_ids = think_ids
-        self.shape = Shape(
-            layers=config.num_layers,
-            rows=rows,
-            kv_heads=config.num_kv_heads,
-            query_heads=config.num_heads,
-            head_dim=config.head_dim,
-            hidden=config.hidden_size,
-            scope=policy.scope,
-            device=self.device,
-            tokens=tokens,
-            dtype=dtype,
-        )
-        self.storage = policy.storage
-        if self.storage.buffer > tokens:  # such a buffer is never full; it needs no more room than a sequence
-            self.storage = replace(self.storage, buffer=tokens + 1)
+        self.shape = Shape.of(config, policy, rows=rows, tokens=tokens, device=device, dtype=dtype)
+        self.storage = policy.storage.within(tokens)
         Lanes(self.shape, self.storage, dtype)  # only for its UsageError, if the formats do not suit the model
         policy.setup(self.shape)
         # The policies of a stack, each for what it does. Most policies are no stack, and the only member.
@@ -355,7 +342,7 @@ class PlainCache:
         k = running.lanes.keys(layer)
         out = attention(q, k, running.lanes.values(layer))
         first = k.shape[1] - len(q)  # position of the first query: no token is evicted yet, so columns are positions
-        groups = {d.group for d in demanded(now.demands, See.MASS, layer) if d.prompt}
+        groups = {d.group for d in now.demands if d.prompt and d.shows(See.MASS, layer)}
         for group in groups:
             mass = running.seen.mass.get((layer, group))
             heads = self.config.num_heads if group == "none" else self.config.num_kv_heads
@@ -432,14 +419,13 @@ class PlainCache:
         """The group rules of the attention weights that a layer must keep, each with MASS, ROWS or both."""
         asked: dict[str, See] = {}
         for demand in demands:
-            if demand.weights and (demand.layers is None or layer in demand.layers):
+            if demand.weights and demand.at(layer):
                 asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
         return asked
 
     def _keep_queries(self, layer: int, now: Pass, q: Tensor) -> None:
         """Keep the last queries, if the policy ever wants to see them. q: [n, Hq, D], rotated."""
-        wanted = [d.queries for d in self.policy.demands if d.layers is None or layer in d.layers]
-        if not any(wanted):
+        if not any(d.queries and d.at(layer) for d in self.policy.demands):
             return
         most = max(d.queries for d in self.policy.demands)
         if self.shape.tokens:
@@ -461,7 +447,7 @@ class PlainCache:
             own = hidden[now.rows]
             if self.steers and not now.prompt:
                 own = checks.steered(self.policy, self.policy.steer(self._view(now.running), layer, own), own)
-            if any(demanded(now.demands, See.HIDDEN, layer)):
+            if any(d.shows(See.HIDDEN, layer) for d in now.demands):
                 now.running.seen.hidden[layer] = own[-1].float()
             if layer == -1 and self.watches and not now.prompt:
                 self.policy.watch(self._view(now.running))
@@ -632,17 +618,30 @@ class PlainCache:
         return names[kinds[-1]] if names and kinds else ""
 
 
-def bytes_for(config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int) -> int:
-    """Bytes that the lanes of so many sequences may take. tokens: of the longest sequence; prompt: of its prompt."""
+def most_bytes(
+    config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int
+) -> int:
+    """Bytes that the lanes of so many sequences may come to take, and the policy's state; nothing is allocated.
+
+    The lanes grow with their tokens. (`manager.bytes_for` is about tensors that are allocated at once.)
+
+    Args:
+        tokens: of the longest sequence.
+        prompt: tokens of its prompt.
+    """
     held = tokens
     if policy.limit is not None and not policy.exempt_answer:
         held = min(tokens, max(prompt, policy.limit + 1))
     columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
     copies = 2 if policy.storage.shrink else 1
-    return rows * columns * copies * config.kv_bytes_per_token(dtype.itemsize)
+    numbers = rows * columns * copies * config.kv_bytes_per_token(dtype.itemsize)
+
+    stranger = copy.deepcopy(policy)
+    stranger.setup(Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype))
+    return numbers + sum(x.nbytes for x in stranger.state())
 
 
-class PlainStep:
+class PlainStep(ShownStep):
     """`contract.Step` of one sequence: B is 1.
 
     What it tells of the tokens held is a copy. A policy may work in place on it, or keep it for later, and the cache
@@ -673,18 +672,10 @@ class PlainStep:
         # Tokens of every lane, int32 [Lt, 1, Ht]. The view of a whole stack has the budget of the first member.
         self.budget = running.budgets.get(id(policy), next(iter(running.budgets.values())))
         self.protects = self.prompt if cache.policy.protect_prompt else torch.zeros_like(self.prompt)
-        self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
 
     def seen_by(self, policy: Policy) -> PlainStep:
         """The same step with the budget of one member of a stack."""
         return self if policy is self.policy else PlainStep(self.cache, self.running, policy)
-
-    def with_budget(self, budget: Tensor, held: Tensor) -> PlainStep:
-        """The same step as if lanes had these budgets and held so many tokens. Both: int32 [Lt, 1, Ht]."""
-        other = copy.copy(self)
-        other.budget = budget
-        other._supposed = held
-        return other
 
     # -- tokens
 
@@ -719,56 +710,31 @@ class PlainStep:
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return survivors(KeysOf(self), first, size, goal, longest)
 
-    # -- observations
+    # -- observations (`ShownStep` checks that the policy has demanded them)
 
-    def mass(self, layer: int | None = None) -> Tensor:
-        if layer is None:
-            return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
-        group = self._demand(See.MASS, layer).group
-        return self._weights(self.running.seen.mass, layer, group)
-
-    def rows(self, layer: int) -> Tensor:
-        demand = self._demand(See.ROWS, layer)
-        if demand.rows == 1:  # these weights were kept when the layer attended; more rows are computed again here
-            return self._weights(self.running.seen.newest, layer, demand.group).unsqueeze(2)
-        queries = self._last_queries(layer, demand.rows)
-        return query_rows(queries, self.keys(layer), self.pos(layer), self.length, demand.group)
-
-    def _weights(self, kept: dict[tuple[int, str], Tensor], layer: int, group: str) -> Tensor:
+    def _weights(self, what: See, layer: int, group: str) -> Tensor:
         """Attention weights from the last pass in which they were due, 0 if they never were: [1, heads, S].
 
         A policy reads them in the step of that pass. Later an eviction may have moved the tokens to other columns.
         """
         width = self.running.lanes.width
+        kept = self.running.seen.mass if what is See.MASS else self.running.seen.newest
         if (layer, group) not in kept:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
             return torch.zeros(1, heads, width, device=self.shape.device)
         weights = kept[layer, group][None, :, :width]
         return torch.nn.functional.pad(weights, (0, width - weights.shape[-1]))
 
-    def queries(self, layer: int) -> Tensor:
-        return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
-
     def _last_queries(self, layer: int, n: int) -> Tensor:
-        """The last n queries, or as many as a sequence can have: [1, Hq, n, D]."""
         return self.running.seen.queries[layer][None, :, -n:].clone()
 
-    def hidden(self, layer: int) -> Tensor:
+    def _newest_hidden(self, layer: int) -> Tensor:
         return self.running.seen.hidden[layer][None]
 
-    def _demand(self, what: See, layer: int) -> Demand:
-        for demand in self.policy.demands:
-            if demand.what & what and (demand.layers is None or layer in demand.layers):
-                return demand
-        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")
-
-    # -- for traces and CUDA graphs, which only the paged manager has
+    # -- for traces, which only the paged manager has
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
         """Do nothing: this manager writes no traces."""
-
-    def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        return bool((what if isinstance(what, Tensor) else what()).any())
 
 
 class KeysOf:
@@ -780,14 +746,6 @@ class KeysOf:
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
         return self.step.keys(layer), self.step.values(layer)
-
-
-def demanded(demands: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
-    """The demands of one kind at a layer. HIDDEN of all layers does not mean what is behind the final norm (−1)."""
-    for demand in demands:
-        everywhere = demand.layers is None and (layer >= 0 or what is not See.HIDDEN)
-        if demand.what & what and (everywhere or (demand.layers is not None and layer in demand.layers)):
-            yield demand
 
 
 def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:

@@ -35,7 +35,7 @@ class PromptPass:
         device = parts.store.shape.device
         self.parts = parts
         self.store = parts.store
-        self.backend = parts.store.backend
+        self.backend = parts.store.pages.backend
         self.observations = parts.observations
         self.rows = group.rows
         self.known = group.known

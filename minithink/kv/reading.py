@@ -117,7 +117,7 @@ class Reading:
         and where each format begins, int32 [Lt, N, Ht, F + 2]; see `ref/by_format.py`."""
         lists = self.store.lists
         table = self.store.slots.table
-        return self.store.backend.by_format(
+        return self.store.pages.backend.by_format(
             place=lists.place,
             count=lists.count,
             rows=self.numbers,
@@ -249,7 +249,7 @@ class Reading:
         if self.rows is not None:
             scale = scale[:, self.rows]
         k_scale, v_scale = scale[:, :, None, None]
-        dequantize = self.store.backend.dequantize
+        dequantize = self.store.pages.backend.dequantize
         k = dequantize(lay.k, k_codes, k_params, k_scale, self.store.dtype)
         v = dequantize(lay.v, v_codes, v_params, v_scale, self.store.dtype)
         return k, v

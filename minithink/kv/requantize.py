@@ -331,7 +331,7 @@ class Moves:
         page = torch.where(valid, chosen.place // stride, pages.zero_page).long()
         slot = torch.where(valid, chosen.place % stride, 0).long()
         old = pages.base(source, page, slot)
-        ops = self.store.backend
+        ops = self.store.pages.backend
         for layer in range(self.shape.layers):
             t = min(layer, len(valid) - 1)
             index = pages.index(source, layer, old[t])

@@ -96,7 +96,6 @@ class PagedStore:
         self.shape = shape
         self.storage = storage
         self.dtype = dtype
-        self.backend = backend
         self.pages = Pages(shape, storage, pages=pages, groups=groups, dtype=dtype, backend=backend)
         checks.storable(storage, by_token=any(lay.by_token for lay in self.pages.layouts))
         self.slots = Slots(self.pages, storage, table_width)
@@ -200,7 +199,7 @@ class PagedStore:
         at = batch.row
         lists = self.lists
         active = batch.active
-        self.backend.enlist(lists.place, lists.pos, lists.count, at, active, batch.length - 1, batch.waiting)
+        self.pages.backend.enlist(lists.place, lists.pos, lists.count, at, active, batch.length - 1, batch.waiting)
         if self.storage.lag:
             self._push_out(batch)
         if self.storage.buffer:
@@ -260,7 +259,7 @@ class PagedStore:
         bases = self.slots.allocate(self.lists, at, batch.active, self.thought, self.storage.buffer)
         groups = self.slots.draw_groups_unchecked(bases)
         # The kernel does not support integers that are shrunk.
-        flush = by_layer if self.storage.shrink else self.backend.flush
+        flush = by_layer if self.storage.shrink else self.pages.backend.flush
         flush(_BufferWriter(self, at, bases, groups))
 
     def flushed(self, rows: Sequence[int]) -> None:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from minithink.kv.batch import Batch
-from minithink.kv.contract import Demand, Policy, See
-from minithink.kv.observe import Observations, Weights
+from minithink.kv.contract import Policy, See
+from minithink.kv.observe import Observations
 from minithink.kv.reading import Reading
+from minithink.kv.step import ShownStep
 from minithink.kv.store import PagedStore
-from minithink.ref.decode_attention import query_rows
 
 # Called with the view, the policy, its scores and where they count; a recorder sets it (`Step.note`).
 Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
@@ -34,7 +34,7 @@ class _Read:
     reading: Reading
 
 
-class View:
+class View(ShownStep):
     """`contract.Step` over a store and its observations."""
 
     def __init__(
@@ -62,7 +62,7 @@ class View:
         self.asks = asks
         self._noted = noted
         self.shape = replace(store.shape, rows=len(batch))
-        self.ops = store.backend
+        self.ops = store.pages.backend
         self.row = batch.row
         self.active = batch.active
         self.length = batch.length
@@ -73,8 +73,7 @@ class View:
         self.clock = (batch.length - batch.prompt).clamp(min=0).int()
         self.protects = self.prompt if policy.protect_prompt else torch.zeros_like(self.prompt)
         self._last_read: _Read | None = None
-        self._slots: dict[int, Tensor] = {}  # where the last queries are, by how many
-        self._supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
+        self._in_ring: dict[int, Tensor] = {}  # where the last queries are, by how many
 
     def seen_by(self, policy: Policy) -> View:
         if policy is self.policy:
@@ -82,12 +81,6 @@ class View:
         other = copy.copy(self)
         other.policy = policy
         other.__dict__.pop("budget", None)
-        return other
-
-    def with_budget(self, budget: Tensor, held: Tensor) -> View:
-        other = copy.copy(self)
-        other.budget = budget
-        other._supposed = held
         return other
 
     @cached_property
@@ -173,19 +166,19 @@ class View:
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return self.ops.survivors(self._reader(None), first, size, goal, longest)
 
-    def mass(self, layer: int | None = None) -> Tensor:
-        if layer is not None:
-            group = self._demand(See.MASS, layer).group
-            return self._weights(self.observations.mass, layer, group)
-        group = self._demand(See.MASS, 0).group
-        whole = self.observations.all_layers(group)
-        if whole is not None:
-            return self._shown(whole[..., : self.store.lists.seen], 1)
-        return torch.stack([self.mass(layer) for layer in range(self.shape.layers)])
+    # -- observations
 
-    def _weights(self, kept: Weights, layer: int, group: str) -> Tensor:
-        """Attention weights that were kept, 0 if none were: [R, heads, S]."""
+    def mass(self, layer: int | None = None) -> Tensor:
+        if layer is None:
+            demand = self._demand(See.MASS, 0)
+            whole = self.observations.all_layers(demand.group)
+            if whole is not None:
+                return self._shown(whole[..., : self.store.lists.seen], 1)
+        return super().mass(layer)
+
+    def _weights(self, what: See, layer: int, group: str) -> Tensor:
         width = self.store.lists.seen
+        kept = self.observations.mass if what is See.MASS else self.observations.newest
         held = kept.get((layer, group))
         if held is None:
             heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
@@ -194,44 +187,22 @@ class View:
         more = width - shown.shape[-1]
         return torch.nn.functional.pad(shown, (0, more)) if more > 0 else shown
 
-    def queries(self, layer: int) -> Tensor:
-        return self._last_queries(layer, self._demand(See.QUERY, layer).rows)
-
     def _last_queries(self, layer: int, n: int) -> Tensor:
-        """The last n queries of every row, oldest first; fewer, if no sequence can have n: [R, Hq, n, D]."""
         ring = self.observations.queries[layer]  # [B, Hq, size, D]
         n = min(n, ring.shape[2])
-        if n not in self._slots:
+        if n not in self._in_ring:
             last = torch.arange(n, device=ring.device) - n
-            self._slots[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
-        return ring[self.row[:, None], :, self._slots[n]].transpose(1, 2)
+            self._in_ring[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
+        return ring[self.row[:, None], :, self._in_ring[n]].transpose(1, 2)
 
-    def rows(self, layer: int) -> Tensor:
-        demand = self._demand(See.ROWS, layer)
-        pos = self.pos(layer)  # pos: [R, Ht, S]
-        if demand.rows == 1:  # attention has written this row
-            return self._weights(self.observations.newest, layer, demand.group).unsqueeze(2)
-        queries = self._last_queries(layer, demand.rows)
-        return query_rows(queries, self.keys(layer), pos, self.length, demand.group)
-
-    def hidden(self, layer: int) -> Tensor:
+    def _newest_hidden(self, layer: int) -> Tensor:
         return self._shown(self.observations.hidden[layer], 0)
+
+    # -- for traces
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
         if self._noted is not None:
             self._noted(self, self.policy, score, where)
 
-    def any(self, what: Tensor | Callable[[], Tensor]) -> bool:
-        if not self.asks:
-            return True
-        found = what if isinstance(what, Tensor) else what()
-        return bool(found.any())
-
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
         return x if layer is None else x[min(layer, x.shape[0] - 1)]
-
-    def _demand(self, what: See, layer: int) -> Demand:
-        for demand in self.policy.demands:
-            if demand.what & what and demand.at(layer):
-                return demand
-        raise ValueError(f"{self.policy.name} reads {what.name} of layer {layer} and has not demanded it")

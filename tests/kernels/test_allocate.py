@@ -133,8 +133,8 @@ def assert_tables_same(name: str, got: BlockTable, want: BlockTable) -> None:
     assert_same(f"{name} page", got.page[..., :width], want.page[..., :width])
     for attribute in ("live", "taken", "filled", "format", "thought"):
         assert_same(f"{name} {attribute}", getattr(got, attribute)[:none], getattr(want, attribute)[:none])
-    assert_same(f"{name} stack", got.pages.stack[:none], want.pages.stack[:none])
-    assert_same(f"{name} top", got.pages.top, want.pages.top)
+    assert_same(f"{name} stack", got.free_pages.stack[:none], want.free_pages.stack[:none])
+    assert_same(f"{name} top", got.free_pages.top, want.free_pages.top)
 
 
 def assert_same_lists(name: str, got: Lists, want: Lists) -> None:

@@ -64,10 +64,10 @@ def pair(storage: Storage, scope: Scope, lengths: list[int], seed: int, **how: A
     store, twin = (built(device, storage, scope, lengths, seed, **how) for device in (DEVICE, CPU))
     if DEVICE != CPU:
         pages = in_use(twin)
-        for mine, own in ((store.pages.pool, twin.pool), (store.pages.side, twin.side)):
+        for mine, own in ((store.pages.pool, twin.pages.pool), (store.pages.side, twin.pages.side)):
             own[:pages].copy_(mine[:pages])
         twin.ring.copy_(store.ring)
-        twin.scale.copy_(store.pages.scale)
+        twin.pages.scale.copy_(store.pages.scale)
     return store, twin
 
 
@@ -80,11 +80,11 @@ def in_use(store: PagedStore) -> int:
 def assert_same_stores(name: str, got: PagedStore, want: PagedStore) -> None:
     """Every byte that can be read: of all pages but the trash page, and of the ring."""
     pages = in_use(want)
-    assert_bits(f"pool of {name}", got.pool[:pages], want.pool[:pages])
-    assert_bits(f"side of {name}", got.side[:pages], want.side[:pages])
+    assert_bits(f"pool of {name}", got.pages.pool[:pages], want.pages.pool[:pages])
+    assert_bits(f"side of {name}", got.pages.side[:pages], want.pages.side[:pages])
     assert_bits(f"ring of {name}", got.ring, want.ring)
-    assert not got.pool[got.zero_page].any()
-    assert not got.side[got.zero_page].any()
+    assert not got.pages.pool[got.pages.zero_page].any()
+    assert not got.pages.side[got.pages.zero_page].any()
 
 
 def tokens(

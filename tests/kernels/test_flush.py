@@ -58,15 +58,15 @@ def with_full_rings(
 def copied(store: PagedStore) -> PagedStore:
     """A store of its own; views of the pool are made anew."""
     out = copy.deepcopy(store)
-    for name in ("_codes", "_sides"):
-        out.__dict__.pop(name, None)
+    for name in ("codes", "sides"):
+        out.pages.__dict__.pop(name, None)
     return out
 
 
 def flushed(store: PagedStore, at: Tensor, active: Tensor, backend: Backend) -> PagedStore:
     """A copy, with some rows' rings in pages."""
     out = copied(store)
-    out.backend = backend
+    out.pages.backend = backend
     out.asks = False
     out.flush_rings(Batch.of(DEVICE, row=at, active=active))
     out.flushed(at[active].tolist())

@@ -72,7 +72,7 @@ def test_equals_its_twin(
     q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
     want, want_mass = ref.paged_attention(q, Reading(store, rows), layer, group)
-    store.backend = BACKEND
+    store.pages.backend = BACKEND
     with pytest.MonkeyPatch.context() as patch:
         for constant, value in CUTS[cut].items():
             patch.setattr(_parts, constant, value)
@@ -122,7 +122,7 @@ def test_a_ring_of_one_token_counts(name: str) -> None:
 def _several(name: str, group: str | None, steps: int = 47) -> Tensor:
     """Kernel and twin over several formats → int32 [Lt, N, 1, F + 1], tokens of each format and of the ring."""
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=steps, keep=0.4, seed=5)
-    store.backend = BACKEND
+    store.pages.backend = BACKEND
     read = Reading(store)
     held = read.by_format[2].diff(dim=-1)
     assert held.shape[-1] == len(store.slots.used) + 1 > 2
@@ -146,7 +146,7 @@ def test_a_graph_gives_what_single_launches_give(
     for constant, value in CUTS["many"].items():
         monkeypatch.setattr(_parts, constant, value)
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
-    store.backend = BACKEND
+    store.pages.backend = BACKEND
     read = Reading(store)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, want_mass = paged_attention(q, read, 1, group)
@@ -171,7 +171,7 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
         return by_format(**named)
 
     store = filled(STORAGES[name], "head", [30], layers=2, steps=12, seed=1)
-    store.backend = replace(REFERENCE, by_format=counting)
+    store.pages.backend = replace(REFERENCE, by_format=counting)
     read = Reading(store)
     for layer in range(2):
         paged_attention(torch.zeros(1, 4, 64, device=DEVICE), read, layer)
@@ -249,7 +249,7 @@ def test_values_that_lag_are_refused() -> None:
 def test_the_mass_in_place_is_the_mass(name: str, group: str) -> None:
     """Bit for bit, in the rows that are active; nothing else changes there, neither rows nor columns."""
     store = filled(STORAGES[name], "layer", [90, 3, 40, 0, 300], layers=2, steps=7, keep=0.6, seed=2)
-    store.backend = BACKEND
+    store.pages.backend = BACKEND
     rows, active = torch.tensor([4, 0, 2, 1], device=DEVICE), torch.tensor([True, True, False, True], device=DEVICE)
     q = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     want, mass = paged_attention(q, Reading(store, rows), 1, group)

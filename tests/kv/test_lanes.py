@@ -7,7 +7,7 @@ import torch
 
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.lanes import FIRST_COLUMNS, Lanes
-from minithink.kv.plain import bytes_for
+from minithink.kv.plain import most_bytes
 from minithink.policies import parse
 from tests.kv.test_plain import TOKENS, feed, plain, text_of
 from tests.policies.test_laws import decoder_of
@@ -43,7 +43,7 @@ def test_lanes_take_no_more_than_is_foretold(text: str) -> None:
     cache = plain(decoder, parse(text))
     cache.join(0, TOKENS, 9)
     words = text_of(decoder.config, TOKENS, 9)
-    foretold = bytes_for(decoder.config, cache.policy, torch.float32, rows=1, tokens=39, prompt=9)
+    foretold = most_bytes(decoder.config, cache.policy, torch.float32, rows=1, tokens=39, prompt=9)
     start = 0
     for count in (9, *[1] * 30):
         feed(decoder, cache, {0: words[start : start + count]})

@@ -3,8 +3,9 @@ what a computation over the whole history says they are."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
@@ -44,6 +45,8 @@ from tests.compare import assert_close, assert_same
 from tests.drive import full_cache, prompt_logits, step
 from tests.kernels.device import DEVICE
 from tests.kv.run import Cut, Full, Spy, feed, kept, manager_for, masked_logits, observed, text_of
+from tests.kv.test_plain import paged, plain
+from tests.policies.test_laws import decoder_of
 from tests.strategies import MAX_POSITION, ROPES, configs, example_config, random_decoder
 
 torch.set_num_threads(1)
@@ -628,14 +631,45 @@ def test_only_demanded_layers_are_observed() -> None:
         assert dict(observed(manager)) == {what.name: 3}
 
 
-def test_what_was_not_demanded_is_refused() -> None:
+@pytest.mark.parametrize("cache", [plain, paged])
+@pytest.mark.parametrize(
+    ("what", "read"),
+    [
+        (See.MASS, lambda step: step.mass(0)),
+        (See.MASS, lambda step: step.mass()),
+        (See.ROWS, lambda step: step.rows(0)),
+        (See.QUERY, lambda step: step.queries(0)),
+        (See.HIDDEN, lambda step: step.hidden(0)),
+    ],
+)
+def test_what_was_not_demanded_is_refused(cache: Any, what: See, read: Callable[[Step], Tensor]) -> None:
     class Curious(Cut):
         def decide(self, step: Step) -> Iterable[Edit]:
-            step.mass(0)
+            read(step)
             return ()
 
-    with pytest.raises(ValueError, match=r"cut reads MASS of layer 0 and has not demanded it"):
-        run_watched(Curious(None, demands=(Demand(See.MASS, frozenset({1})),)), {0: 3}, 2)
+    decoder = decoder_of(0)
+    wrong_layer = Curious(None, demands=(Demand(what, frozenset({1})),))
+    for policy in (Curious(None), wrong_layer):
+        manager = cache(decoder, policy)
+        manager.join(0, 9, 3)
+        sentence = f"The policy cut reads {what.name} of layer 0, which it has not demanded: add Demand"
+        with pytest.raises(UsageError, match=re.escape(sentence)):
+            feed(decoder, manager, {0: [3, 2, 1]})
+
+
+@pytest.mark.parametrize("cache", [plain, paged])
+def test_all_layers_do_not_show_the_final_norm(cache: Any) -> None:
+    class Curious(Cut):
+        def decide(self, step: Step) -> Iterable[Edit]:
+            step.hidden(-1)
+            return ()
+
+    decoder = decoder_of(0)
+    manager = cache(decoder, Curious(None, demands=(Demand(See.HIDDEN),)))
+    manager.join(0, 9, 3)
+    with pytest.raises(UsageError, match="reads HIDDEN of layer -1, which it has not demanded"):
+        feed(decoder, manager, {0: [3, 2, 1]})
 
 
 def test_a_policy_that_demands_nothing_costs_nothing() -> None:

@@ -249,7 +249,8 @@ def _difference(name: str, batch: int, length: int) -> float:
 def _as_float32(store: PagedStore) -> Any:
     """What the store gives to read, in float32: codes are not rounded to the model's type first."""
     wide = copy.copy(store)
-    wide.backend = REFERENCE
+    wide.pages = copy.copy(store.pages)
+    wide.pages.backend = REFERENCE
     if not any(store.pages.layouts[f].plain for f in store.slots.used):
         wide.dtype, wide.ring = torch.float32, store.ring.float()
     read = Reading(wide)

@@ -123,13 +123,13 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
         assert_lawful(case)
         many, source = case.cache.store, few.cache.store
         assert many.kinds == [source.kinds[i % 3] for i in range(7)]
-        assert many.row_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
+        assert many.slots.group_uses.sum() == sum(_uses(few, i % 3) for i in range(7))
         for name in ("thought", "next_thought", "begun"):
             assert torch.equal(getattr(many, name), getattr(source, name)[of])
         assert (many.next_thought == SAME).all(), "segments that are not captured begin at once"
         for i in case.sequences:
             theirs, own = Reading(source, torch.tensor([i % 3])), Reading(many, torch.tensor([i]))
-            seen = int(source.count[:, i % 3].max())
+            seen = int(source.lists.count[:, i % 3].max())
             assert torch.equal(own.pos[..., :seen], theirs.pos[..., :seen])
             assert (own.pos[..., seen:] < 0).all()
             for layer in range(case.cache.shape.layers):
