@@ -18,8 +18,11 @@ differ by its rounding, and few bfloat16 weights by one step.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +30,23 @@ from typing import Any
 import regex
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from minithink.checkpoint.weights import EMBED, HEAD, Entry, checkpoint_hash, hash_of_merged, header, tensors_of
+from minithink.checkpoint.weights import (
+    EMBED,
+    FORMAT,
+    HEAD,
+    Entry,
+    checkpoint_hash,
+    hash_of_merged,
+    header,
+    tensors_of,
+)
 from minithink.config import ModelConfig, read_json
 from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
 from minithink.model import Decoder
+from minithink.results.files import open_to_others
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = "all-linear"  # PEFT's word in target_modules for all linear layers but the output head
@@ -67,8 +81,7 @@ STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 WITH_PEFT = "merge the adapter with PEFT (merge_and_unload), save the result, and give its folder as the model"
 LARGEST = 2**31  # of ranks and alphas
 SECONDS = 1.0  # that a pattern of a config may take for one name
-BLOCK = 1 << 16  # weights that are merged at once: they stay in a core's cache
-BLOCK_CUDA = 1 << 24
+BLOCK = 1 << 16  # weights that a thread merges at once: they stay in its core's cache
 
 
 @dataclass(frozen=True)
@@ -220,6 +233,53 @@ class Adapter:
             )
 
 
+def save_adapter(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    alpha: float,
+    tokens: Sequence[int] = (),
+    base: str = "",
+) -> None:
+    """Write an adapter as PEFT reads it. No file is ever half written.
+
+    Args:
+        folder: created if it does not exist.
+        tensors: factors and rows, by the names of PEFT's file.
+        rank, alpha: of all factors.
+        tokens: whose rows there are, in their order.
+        base: the name of the model; "": it is not said.
+
+    Raises:
+        MinithinkError: the folder cannot be written.
+    """
+    modules = {match["module"].rpartition(".")[2] for match in map(FACTOR.fullmatch, tensors) if match}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": False,
+        "target_modules": sorted(modules),
+        "trainable_token_indices": list(tokens) or None,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            temp = Path(temporary)
+            save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, temp / WEIGHTS, metadata=FORMAT)
+            (temp / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            for name in (WEIGHTS, CONFIG):
+                open_to_others(temp / name)
+                os.replace(temp / name, folder / name)
+    except (OSError, SafetensorError) as error:
+        raise MinithinkError(f"The adapter cannot be written to {folder}: {reason(error)}.") from None
+
+
 def hash_of(folder: Path, adapter: Adapter | None) -> str:
     """A name for the weights of a model, with the adapter merged into them. folder: of the model."""
     return checkpoint_hash(folder) if adapter is None else adapter.hash_over(folder)
@@ -243,8 +303,7 @@ def added(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     out = torch.empty(weight.shape, dtype=_narrow(weight.dtype), device=weight.device)
     a = a.double()
     b = b.double()
-    block = BLOCK_CUDA if weight.is_cuda else BLOCK
-    step = max(1, block // weight.shape[1])
+    step = max(1, BLOCK * torch.get_num_threads() // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         total = torch.zeros_like(weight[rows], dtype=torch.float64)

@@ -12,8 +12,9 @@ learning rate serves both optimizers), all other parameters by AdamW. The learni
 GPUs share a step under `torchrun --nproc-per-node N -m minithink.train …`.
 
 `--init FOLDER` continues from the weights of a checkpoint; with `--head-dim` its attention heads are first made
-twice as wide (`minithink/train/widen.py`). `--seconds N` ends the run after N seconds: the schedule follows the clock
-whenever the clock is ahead of the tokens.
+twice as wide (`minithink/train/widen.py`). With `--lora-rank N` its weights stay, and a LoRA adapter for
+them is trained by AdamW and written in PEFT's format (`minithink/train/lora.py`). `--seconds N` ends the run after N
+seconds: the schedule follows the clock whenever the clock is ahead of the tokens.
 
 A run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and their step are one
 safetensors file, which is complete before it replaces the older one. The result is a checkpoint in the Hugging Face
@@ -22,16 +23,17 @@ layout, in bfloat16.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -46,12 +48,13 @@ from minithink.checkpoint.gguf_file import is_gguf
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, save_checkpoint
 from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
-from minithink.errors import MinithinkError, UsageError, reason, unwritable
+from minithink.errors import MinithinkError, UsageError, quoted, reason, unwritable
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from minithink.results.files import open_to_others
 from minithink.text.tokenizer import Tokenizer
 from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
+from minithink.train.lora import Lora, Shape, ids_of
 from minithink.train.muon import Muon
 from minithink.train.widen import widened
 
@@ -228,12 +231,20 @@ def optimizers_for(decoder: Decoder, recipe: Recipe) -> list[torch.optim.Optimiz
     ]
 
 
+class Trained(Protocol):
+    """What is trained: a decoder, or an adapter."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
 def save_progress(
-    folder: Path, decoder: Decoder, optimizers: list[torch.optim.Optimizer], progress: dict[str, object]
+    folder: Path, trained: Trained, optimizers: list[torch.optim.Optimizer], progress: dict[str, object]
 ) -> None:
     """Write weights and optimizer state into one safetensors file, with the step that they belong to."""
     state = {}
-    for name, p in decoder.named_parameters():
+    for name, p in trained.named_parameters():
         state[f"weight {name}"] = p.detach().contiguous()
         for optimizer in optimizers:
             for key, value in optimizer.state.get(p, {}).items():
@@ -243,12 +254,12 @@ def save_progress(
     os.replace(folder / "progress.tmp", folder / "progress.safetensors")
 
 
-def load_progress(folder: Path, decoder: Decoder, optimizers: list[torch.optim.Optimizer]) -> dict[str, object]:
+def load_progress(folder: Path, trained: Trained, optimizers: list[torch.optim.Optimizer]) -> dict[str, object]:
     """Restore what `save_progress` wrote."""
     path = folder / "progress.safetensors"
     if not path.is_file():
         raise MinithinkError(f"{path} does not exist: there is no interrupted run to resume; leave --resume out.")
-    parameters = dict(decoder.named_parameters())
+    parameters = dict(trained.named_parameters())
     owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
     try:
         with torch.no_grad(), safe_open(path, "pt") as file:
@@ -291,11 +302,11 @@ class Team:
         torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
         return largest.item()
 
-    def average_gradients(self, decoder: Decoder) -> None:
+    def average_gradients(self, trained: Trained) -> None:
         """Replace the gradients by their mean over all processes."""
         if self.size == 1:
             return
-        grads = [p.grad for p in decoder.parameters() if p.grad is not None]
+        grads = [p.grad for p in trained.parameters() if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])  # one message instead of seventy
         torch.distributed.all_reduce(flat)
         for grad, mean in zip(grads, (flat / self.size).split([g.numel() for g in grads]), strict=True):
@@ -303,11 +314,15 @@ class Team:
 
 
 def export(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dict[str, object]) -> None:
-    """Write the checkpoint in the Hugging Face layout, with the tokenizer, defaults for generation, and
-    training.json, which says how it was trained."""
-    tokenizer = Tokenizer.from_folder(tokenizer_folder)
-    end = tokenizer.id_of("<|end|>")
+    """Write the checkpoint in the Hugging Face layout, with what `export_settings` writes."""
+    end = Tokenizer.from_folder(tokenizer_folder).id_of("<|end|>")
     save_checkpoint(decoder, folder, dtype=torch.bfloat16, extra_config={"eos_token_id": end})
+    export_settings(folder, decoder, tokenizer_folder, progress)
+
+
+def export_settings(folder: Path, decoder: Decoder, tokenizer_folder: Path, progress: dict[str, object]) -> None:
+    """Write the tokenizer, defaults for generation, and training.json, which says how the model was trained."""
+    end = Tokenizer.from_folder(tokenizer_folder).id_of("<|end|>")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (tokenizer_folder / name).resolve() != (folder / name).resolve():
             shutil.copyfile(tokenizer_folder / name, folder / name)
@@ -327,6 +342,7 @@ def train(
     device: str,
     workers: int,
     init: Path | None = None,
+    lora: Shape | None = None,
     seconds: float | None = None,
     resume: bool = False,
     save_seconds: float = 60.0,
@@ -337,6 +353,7 @@ def train(
     Args:
         init: the checkpoint whose weights training begins with, of the shape of `config`, or with heads half as wide;
             None: drawn weights.
+        lora: train such an adapter for the weights of `init`, which stay; None: train all weights.
         seconds: training ends after this time, or earlier, after `recipe.tokens`; None: no time limit.
         compile_model: None: on a GPU.
     """
@@ -350,11 +367,17 @@ def train(
         start = widened(load_decoder(init, dtype=torch.float32), config.head_dim)
         decoder.load_state_dict(start.state_dict())
     decoder.to(team.device).requires_grad_(True)
-    optimizers = optimizers_for(decoder, recipe)
+    adapter = None if lora is None else Lora(decoder, lora, recipe.seed)
+    trained: Trained = decoder if adapter is None else adapter
+    if adapter is None:
+        optimizers = optimizers_for(decoder, recipe)
+    else:
+        optimizers = [adapter.optimizer(recipe.lr, recipe.weight_decay)]
     progress: dict[str, object] = {"recipe": asdict(recipe), "init": None if init is None else checkpoint_hash(init)}
+    progress["lora"] = None if lora is None else lora.to_dict()
     progress.update(processes=team.size, workers=workers, step=0, response_tokens=0, seconds=0.0)
     if resume:
-        stored = load_progress(folder, decoder, optimizers)
+        stored = load_progress(folder, trained, optimizers)
         if any(stored.get(key) != progress[key] for key in ("recipe", "init")):
             found = f"{stored['recipe']}, and began with the weights {stored.get('init')}"
             raise UsageError(f"The interrupted run has another recipe, {found}; give the same options.")
@@ -362,6 +385,9 @@ def train(
             was, now = stored.get(key), progress[key]
             if was != now:  # a step would have other documents
                 raise UsageError(f"The interrupted run had {key} = {was}, this one has {now}: give {option} {was}.")
+        if stored.get("lora") != progress["lora"]:
+            found = "none" if stored.get("lora") is None else str(stored["lora"])
+            raise UsageError(f"The interrupted run has another adapter, {found}; give the same options.")
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
@@ -397,6 +423,13 @@ def train(
             progress["loss"] = round(losses[-1], 5)
         return progress
 
+    def write() -> None:
+        if adapter is None:
+            export(folder, decoder, tokenizer_folder, progress)
+        else:
+            adapter.save(folder, "" if init is None else init.name)
+            export_settings(folder, decoder, tokenizer_folder, progress)
+
     try:
         for drawn in loader:
             if isinstance(drawn, UsageError):
@@ -404,11 +437,15 @@ def train(
             batch = Batch(*(t.to(team.device, non_blocking=True) for t in drawn))
             share = team.agree(schedule.share(step)) if seconds else schedule.share(step)
             mask = loss_of_batch.mask(batch)
+            if adapter is not None:
+                adapter.merge()
             with torch.autocast(team.device.type, torch.bfloat16, enabled=cuda):
                 loss = loss_of_batch(decoder, batch, mask)
             loss.backward()
-            team.average_gradients(decoder)
-            nn.utils.clip_grad_norm_(decoder.parameters(), recipe.clip)
+            if adapter is not None:
+                adapter.pull_gradients()
+            team.average_gradients(trained)
+            nn.utils.clip_grad_norm_(trained.parameters(), recipe.clip)
             lr = learning_rate(recipe, step, share)
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
@@ -424,17 +461,18 @@ def train(
                     losses.append(loss.item())
                     meter.show(step, schedule, losses[-1])
                 if time.monotonic() - last_save > save_seconds:
-                    save_progress(folder, decoder, optimizers, note_progress())
-                    export(folder, decoder, tokenizer_folder, progress)
+                    save_progress(folder, trained, optimizers, note_progress())
+                    write()
                     last_save = time.monotonic()
             if ends:
                 break
     except KeyboardInterrupt:
         if team.rank == 0:
-            save_progress(folder, decoder, optimizers, note_progress())
+            save_progress(folder, trained, optimizers, note_progress())
         raise
     if team.rank == 0:
-        export(folder, decoder, tokenizer_folder, note_progress())
+        note_progress()
+        write()
         (folder / "progress.safetensors").unlink(missing_ok=True)
     return losses
 
@@ -468,6 +506,32 @@ class Meter:
         self.steps, self.since = 0, now
 
 
+def names_of(text: str) -> list[str]:
+    """For argparse: texts of tokens with commas between them."""
+    names = text.split(",")
+    if not all(names):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} names a token without a text")
+    return names
+
+
+def shape_of(args: argparse.Namespace, config: ModelConfig, tokenizer_folder: Path) -> Shape | None:
+    """The adapter that a command line asks for; None: there is none. UsageError: it cannot be trained."""
+    if args.lora_rank is None:
+        if args.lora_alpha or args.train_tokens:
+            given = "--lora-alpha" if args.lora_alpha else "--train-tokens"
+            raise UsageError(f"{given} is for an adapter: give --lora-rank, too, or leave it out.")
+        return None
+    if args.init is None:
+        raise UsageError("An adapter belongs to a model: give its folder with --init.")
+    if args.head_dim:
+        raise UsageError("An adapter is for the model as it is: leave --head-dim out.")
+    tokens = ids_of(args.train_tokens or [], Tokenizer.from_folder(tokenizer_folder))
+    beyond = [id for id in tokens if id >= config.vocab_size]
+    if beyond:
+        raise UsageError(f"--train-tokens names the token {beyond[0]}, and the model has {config.vocab_size} tokens.")
+    return Shape(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, tokens)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line → the exit code. argv: None: what the program was called with."""
     return exit_code("minithink.train", lambda: _main(argv))
@@ -484,6 +548,14 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--layers", type=positive, help="default 8")
     parser.add_argument("--width", type=positive, help="default 256")
     parser.add_argument("--head-dim", type=positive, help="default: that of --init, which may be doubled, or 64")
+    parser.add_argument("--lora-rank", type=positive, help="train a LoRA adapter of this rank for --init")
+    parser.add_argument("--lora-alpha", type=positive, help="default: twice the rank; the factors count alpha / rank")
+    parser.add_argument(
+        "--train-tokens",
+        type=names_of,
+        metavar="TOKEN,TOKEN,…",
+        help="with --lora-rank: tokens whose embeddings are trained, too, as in '<think>,</think>'",
+    )
     parser.add_argument("--context", type=positive, default=CONTEXT, help="positions of the model, in tokens")
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
     parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
@@ -517,6 +589,9 @@ def _main(argv: list[str] | None) -> int:
         else:
             config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
             config = replace(config, head_dim=args.head_dim or config.head_dim)
+        lora = shape_of(args, config, folder)
+        if lora is not None:
+            config = replace(config, max_position=min(args.context, ModelConfig.from_folder(args.init).max_position))
         train(
             recipe,
             config,
@@ -525,6 +600,7 @@ def _main(argv: list[str] | None) -> int:
             device=args.device,
             workers=args.workers,
             init=args.init,
+            lora=lora,
             seconds=args.seconds,
             resume=args.resume,
         )

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from tests.drive import prompt_logits, transformers_model
 from tests.fixtures_checkpoint import edit_json, write_checkpoint, write_json, write_tokenizer
 from tests.strategies import example_config, random_decoder
 
+ROOT = Path(__file__).parents[2]
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 TYPES = (torch.float32, torch.bfloat16)
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -192,8 +196,8 @@ def oracle(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def test_the_merge_is_the_equation_number_by_number(threads: int, dtype: torch.dtype) -> None:
     """On layers of more than one block, of which the last is not full."""
     generator = torch.Generator().manual_seed(3)
-    rows, columns = 700, 257
-    assert rows * columns > 2 * BLOCK
+    rows, columns = 1100, 257
+    assert rows * columns > 2 * threads * BLOCK
     weight = torch.randn(rows, columns, generator=generator).to(dtype)
     before = torch.get_num_threads()
     try:
@@ -263,6 +267,25 @@ def test_the_hash_of_a_small_merge_is_known(threads: int, tmp_path: Path) -> Non
         assert Adapter(adapter, ModelConfig.from_folder(base)).hash_over(base) == HASH
     finally:
         torch.set_num_threads(before)
+
+
+HASH_OF = """
+import sys
+from pathlib import Path
+from minithink.checkpoint.adapter import Adapter
+from minithink.config import ModelConfig
+base, adapter = map(Path, sys.argv[1:])
+print(Adapter(adapter, ModelConfig.from_folder(base)).hash_over(base))
+"""
+
+
+def test_a_processor_without_vectors_makes_the_same_hash(tmp_path: Path) -> None:
+    """torch has each operation several times, for processors of different width."""
+    base, adapter = written(tmp_path)
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    words = [sys.executable, "-c", HASH_OF, str(base), str(adapter)]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == [HASH], done.stderr
 
 
 @pytest.mark.parametrize("dtype", TYPES)
