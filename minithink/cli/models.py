@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from minithink.cli.commands import location
+
+
+def model_name(model: str, adapter: Path | None) -> str:
+    """How a record names a model, with what was merged into it."""
+    return model if adapter is None else f"{model} --adapter {adapter}"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:

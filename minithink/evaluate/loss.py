@@ -17,9 +17,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, location, natural, positive
-from minithink.engine import DTYPES, PROMPT_TOKENS, TINY, Engine, load, refuse_recorded, share_of
+from minithink.cli.models import add_model_arguments, model_name
+from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_summary
 from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=positive, metavar="N", help="only the first N texts; of stdlib, how many are drawn "
         "(default: all; of stdlib 20)")  # fmt: skip
     add("--seed", type=natural, default=0, help="of the draw of stdlib's texts, and of intervals (default: 0)")
-    add("--model", default="tiny", help="folder or Hugging Face id (default: the embedded model, tiny)")
+    add_model_arguments(parser)
     add(
         "--calibration",
         type=location,
@@ -122,7 +122,12 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
     cells = cells_of(args)
     texts = read_texts(args.texts, length=args.length, limit=args.limit, seed=args.seed)
     engine = load(
-        args.model, device=args.device, dtype=args.dtype, backend=args.backend, calibration=args.calibration
+        args.model,
+        adapter=args.adapter,
+        device=args.device,
+        dtype=args.dtype,
+        backend=args.backend,
+        calibration=args.calibration,
     )
     if args.length > engine.config.max_position:
         raise UsageError(
@@ -202,6 +207,7 @@ class Reading:
     def __init__(
         self, engine: Engine, texts: Sequence[Text], args: argparse.Namespace, cells: Sequence[Cell]
     ) -> None:
+        assert engine.loaded.home is not None
         self.engine = engine
         self.texts = texts
         self.prompt_tokens = args.prompt_tokens
@@ -211,8 +217,8 @@ class Reading:
         self.has_said_why = False
         self.settings: dict[str, Any] = {
             INSTRUMENT: "loss",
-            "model": args.model,
-            "checkpoint": checkpoint_hash(TINY if args.model == "tiny" else resolve(args.model)),
+            "model": model_name(args.model, args.adapter),
+            "checkpoint": engine.loaded.home.checkpoint,
             "dataset": args.texts if args.texts == STDLIB else Path(args.texts).name,
             "texts": {text.name: text.digits for text in texts},
             "prompt_tokens": args.prompt_tokens,

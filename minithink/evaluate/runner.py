@@ -20,7 +20,7 @@ from typing import Any
 
 from minithink.checkpoint.calibration import identity
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
-from minithink.cli.models import add_model_arguments
+from minithink.cli.models import add_model_arguments, model_name
 from minithink.engine import DTYPES, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
@@ -422,7 +422,7 @@ class Evaluation:
             "batch_size": job.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
         }
         self.settings: dict[str, Any] = {
-            "model": job.model if job.adapter is None else f"{job.model} --adapter {job.adapter}",
+            "model": model_name(job.model, job.adapter),
             "checkpoint": engine.loaded.home.checkpoint,
             "dataset": job.dataset,
             "split": job.split,
