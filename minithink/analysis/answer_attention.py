@@ -85,11 +85,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             "--max-new-tokens, or another --family."
         )
     looks = [look(engine, trace, args.lam, args.p, seed) for seed, trace in enumerate(traces)]
+    needed: list[Pair] = []
+    for trace in traces:
+        needed += trace.pairs
+    needs = {"given": sum(t.given for t in traces)} | needs_of(needed, looks)
     found: dict[str, Any] = {
         "full_cache": runs.outcome(engine, problems, generated),
         "hits": {name: mean(looks, name) for name in ("tokens", "share")},
         "answer": answer_of(traces, looks),
-        "needs": {"given": sum(t.given for t in traces)} | needs_of([p for t in traces for p in t.pairs], looks),
+        "needs": needs,
     }
     result["measurements"] = found
     if args.plot is not None:
@@ -97,14 +101,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         layer, head = divmod(int(by_head.argmax()), by_head.shape[1])
         picture = show(engine, shown, args.p, layer, head)
         answer_pictures.draw(args.plot, f"answer-attention-{args.family}", picture, by_head)
-    return runs.finish(
-        args,
-        result,
-        (
-            f"{m['score']}: in the best quarter {m['all']['heads']:.0%} of heads, {m['all']['somewhere']:.0%} in one"
-            for m in found["needs"]["scores"]
-        ),
-    )
+    lines = []
+    for m in needs["scores"]:
+        shares = m["all"]
+        lines.append(
+            f"{m['score']}: in the best quarter {shares['heads']:.0%} of heads, {shares['somewhere']:.0%} in one"
+        )
+    return runs.finish(args, result, lines)
 
 
 # -- texts. Positions are counted from the first generated token.
@@ -132,7 +135,8 @@ class Trace(NamedTuple):
 
 
 def trace_of(engine: Engine, problem: Problem, generated: list[int]) -> Trace:
-    prompt, end = engine.prompt_ids(problem.question), thinking_end(engine, generated)
+    prompt = engine.prompt_ids(problem.question)
+    end = thinking_end(engine, generated)
     reading = read_needs(problem.question, engine.tokenizer.pieces([*prompt, *generated]), len(prompt))
     return Trace(prompt, generated, end, reading, *pairs_of(reading, len(prompt), end))
 
@@ -163,7 +167,8 @@ def agreement(answer: Tensor) -> Tensor:
 
     answer: [rows, Hkv, n], two rows or more → [Hkv].
     """
-    rows, best = len(answer), part(answer, TENTH)
+    rows = len(answer)
+    best = part(answer, TENTH)
     chosen = torch.zeros_like(answer).scatter(-1, answer.topk(best).indices, 1.0).sum(0)  # [Hkv, n]: by how many rows
     return (chosen * (chosen - 1)).sum(-1) / (rows * (rows - 1) * best)
 
@@ -173,7 +178,8 @@ def ends(answer: Tensor) -> dict[str, Tensor]:
 
     answer: [rows, Hkv, n].
     """
-    order, size = answer.sum(0).argsort(dim=-1, descending=True, stable=True), part(answer, SET)
+    order = answer.sum(0).argsort(dim=-1, descending=True, stable=True)
+    size = part(answer, SET)
     none = torch.zeros_like(order, dtype=torch.bool)
     return {"top": none.scatter(1, order[:, :size], True), "bottom": none.scatter(1, order[:, -size:], True)}
 
@@ -219,7 +225,8 @@ def look(engine: Engine, trace: Trace, lam: float, p: float, seed: int = 0) -> d
 
 def see_layers(engine: Engine, trace: Trace, p: float, see: Callable[[int, Tensor, Tensor], None]) -> None:
     """Call see(layer, mass, hits) for every layer; one layer is in memory at a time."""
-    ids, prompt = [*trace.prompt, *trace.generated], len(trace.prompt)
+    ids = [*trace.prompt, *trace.generated]
+    prompt = len(trace.prompt)
     queries = torch.arange(prompt, len(ids), device=engine.device)
 
     def see_weights(layer: int, logits: Tensor, seen: Tensor) -> None:
@@ -232,8 +239,10 @@ def of_answer(trace: Trace, mass: Tensor, hits: Tensor) -> dict[str, Tensor]:
     """One layer's measures of the answer's attention: name → [Hkv]. Empty if the trace has no answer."""
     if not trace.answers:
         return {}
-    end, answer = trace.end, mass[trace.rows, :, : trace.end]
-    sets, lives = ends(answer), life(mass[:end, :, :end], hits[:end, :, :end])
+    end = trace.end
+    answer = mass[trace.rows, :, : trace.end]
+    sets = ends(answer)
+    lives = life(mass[:end, :, :end], hits[:end, :, :end])
     out = {"concentration": concentration(answer), "agreement": agreement(answer)}
     if own := [list(pair.places) for pair in trace.pairs if pair.answers]:
         out["needs_in_top"] = torch.stack([sets["top"][:, places].any(1) for places in own]).double().mean(0)
@@ -248,9 +257,13 @@ def of_answer(trace: Trace, mass: Tensor, hits: Tensor) -> dict[str, Tensor]:
 def show(engine: Engine, trace: Trace, p: float, layer: int, head: int) -> Shown:
     """The data of the pictures of a trace: the thinking as one head sees it, and the hits of the token that is in the
     most pairs."""
-    prompt, counts = len(trace.prompt), Counter(place for pair in trace.pairs for place in pair.places)
+    prompt = len(trace.prompt)
+    counts = Counter[int]()
+    for pair in trace.pairs:
+        counts.update(pair.places)
     [(token, _)] = counts.most_common(1)
-    hit, maps = list[Tensor](), list[Tensor]()
+    hit = list[Tensor]()
+    maps = list[Tensor]()
 
     def see(at: int, mass: Tensor, hits: Tensor) -> None:
         hit.append(hits[..., token].T.cpu())
@@ -279,13 +292,13 @@ def mean(looks: Sequence[Mapping[str, Tensor]], name: str) -> list[list[float]]:
 def answer_of(traces: Sequence[Trace], looks: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
     """The result's `answer`: means over the traces that answer."""
     answering = [t for t in traces if t.answers]
-    chances = [
-        1 - math.comb(t.end - len(pair.places), size) / math.comb(t.end, size)
-        for t in answering
-        for size in [max(1, int(t.end * SET))]
-        for pair in t.pairs
-        if pair.answers
-    ]
+    chances = []
+    for t in answering:
+        size = max(1, int(t.end * SET))
+        for pair in t.pairs:
+            if pair.answers:
+                missed = math.comb(t.end - len(pair.places), size) / math.comb(t.end, size)
+                chances.append(1 - missed)
     return {
         "traces": len(answering),
         "rows": sum(len(t.rows) for t in answering) / len(answering),

@@ -64,7 +64,8 @@ def maps(figure: Any, shown: Shown, concentration: Tensor) -> None:
     colors = colormaps["magma_r"].with_extremes(under="white")
     style = {"cmap": colors, "norm": BoundaryNorm(LEVELS, 256), "aspect": "auto", "interpolation": "none"}
     grid = figure.add_gridspec(2, 3, height_ratios=(5, 1), width_ratios=(4, 4, 1.5))
-    n, rows = len(shown.thinking), len(shown.answer)
+    n = len(shown.thinking)
+    rows = len(shown.answer)
     image = None
     for column, (which, chosen) in enumerate(shown.sets.items()):
         count = int(chosen.sum())

@@ -26,8 +26,10 @@ class Dense:
 
     def __init__(self, engine: Engine, rows: int, capacity: int) -> None:
         """capacity: tokens of a sequence."""
-        c, device = engine.config, engine.device
-        self.rope, self.groups = engine.rope, c.num_heads // c.num_kv_heads
+        c = engine.config
+        device = engine.device
+        self.rope = engine.rope
+        self.groups = c.num_heads // c.num_kv_heads
         shape = (c.num_layers, rows, c.num_kv_heads, capacity)
         self.k, self.v = (torch.zeros(*shape, c.head_dim, dtype=engine.dtype, device=device) for _ in range(2))
         self.kept = torch.ones(shape, dtype=torch.bool, device=device)
@@ -37,7 +39,8 @@ class Dense:
 
     def begin(self, pos: Tensor, end: int) -> None:
         """Announce tokens: pos int64 [rows, n], all below `end`. A later token at a position replaces the older."""
-        self.pos, self.end = pos, end
+        self.pos = pos
+        self.end = end
         self.cos, self.sin = self.rope.at(pos.flatten())
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
@@ -47,7 +50,8 @@ class Dense:
         q, k = rope(qk, self.cos, self.sin).unflatten(0, (rows, n)).tensor_split((-hkv,), dim=2)
         self.k[layer][self.row, :, self.pos] = k.to(self.k.dtype)
         self.v[layer][self.row, :, self.pos] = v.unflatten(0, (rows, n)).to(self.v.dtype)
-        k, v = self.k[layer, :, :, : self.end], self.v[layer, :, :, : self.end]
+        k = self.k[layer, :, :, : self.end]
+        v = self.v[layer, :, :, : self.end]
         grouped = q.unflatten(2, (hkv, self.groups))  # [rows, n, Hkv, G, D]
         logits = torch.einsum("bnhgd,bhtd->bhgnt", grouped, k) / q.shape[-1] ** 0.5
         past = self.column[: self.end] <= self.pos[..., None]  # [rows, n, T]
@@ -81,7 +85,8 @@ def decode(
             not their last tokens.
         watch: called every EVERY steps and at the end, with the number of tokens since the last call.
     """
-    device, rows = engine.device, len(prompts)
+    device = engine.device
+    rows = len(prompts)
     stops = torch.tensor(sorted(engine.generation_config.stop_ids), device=device)
     lengths = torch.tensor([len(p) for p in prompts], device=device)
     widest = int(lengths.max())

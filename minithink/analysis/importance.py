@@ -106,24 +106,21 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     result["measurements"] = found
     if args.plot is not None:
         draw(args, texts[0], found)
-    return runs.finish(
-        args,
-        result,
-        [
-            f"above the mean: {found['above_mean']['thinking']:.1%} of the thinking, "
-            f"{found['above_mean']['question']:.1%} of the question",
-            "needed tokens in the top 30 %: " + ", ".join(f"{k} {v:.0%}" for k, v in found["needed"].items()),
-            *(
-                f"{m['way']} {m['percent']} %: {m['right']:.1%} right, {m['right_anew']:.1%} read anew"
-                for m in found.get("pareto", [])
-            ),
-        ],
-    )
+    above = found["above_mean"]
+    needed = ", ".join(f"{k} {v:.0%}" for k, v in found["needed"].items())
+    lines = [
+        f"above the mean: {above['thinking']:.1%} of the thinking, {above['question']:.1%} of the question",
+        f"needed tokens in the top 30 %: {needed}",
+    ]
+    for m in found.get("pareto", []):
+        lines.append(f"{m['way']} {m['percent']} %: {m['right']:.1%} right, {m['right_anew']:.1%} read anew")
+    return runs.finish(args, result, lines)
 
 
 def text_of(engine: Engine, problem: Problem, tokens: list[int]) -> Text | None:
     """A text and its scores; None: it has no answer, or hardly any thinking."""
-    prompt, think = engine.prompt_ids(problem.question), thinking_of(engine.loaded, tokens)
+    prompt = engine.prompt_ids(problem.question)
+    think = thinking_of(engine.loaded, tokens)
     if len(think) < 10 or not answer_rows(engine.loaded, len(prompt), tokens):
         return None
     _, scores = importance(engine.loaded, prompt, tokens)
@@ -141,10 +138,12 @@ def measured(engine: Engine, texts: Sequence[Text]) -> dict[str, Any]:
     needed: dict[str, float] = {}
     with_needs = [t for t in texts if float(t.scores.get("needs", torch.zeros(1)).sum()) > 0]
     for name in ("answer", "hindsight", "position") if with_needs else ():
-        needed[name] = fmean(
-            float((best(scores_of(t, name), TOP) & (t.scores["needs"] > 0)).sum() / (t.scores["needs"] > 0).sum())
-            for t in with_needs
-        )
+        shares = []
+        for t in with_needs:
+            wanted = t.scores["needs"] > 0
+            top = best(scores_of(t, name), TOP)
+            shares.append(float((top & wanted).sum() / wanted.sum()))
+        needed[name] = fmean(shares)
     return {
         "texts": len(texts),
         "thinking_tokens": fmean(len(t.think) for t in texts),
@@ -196,11 +195,17 @@ def masks(texts: Sequence[Text], way: str, percent: int, seed: int) -> list[Tens
 def pareto(engine: Engine, texts: Sequence[Text], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Accuracy by the thinking tokens that stay, in both forms."""
     rows: list[dict[str, Any]] = []
-    cells = [(way, p) for p in PERCENT for way in WAYS if p < 100 or way == "top"]
+    cells = []
+    for p in PERCENT:
+        ways = WAYS if p < 100 else ("top",)
+        cells += [(way, p) for way in ways]
     with progress(2 * len(cells) * args.pareto * len(texts), 0, "answers from a part of the thinking") as advance:
         for way, percent in cells:
-            right, again = {"right": 0, "right_anew": 0}, [*texts] * args.pareto
-            hidden = [own for draw in range(args.pareto) for own in masks(texts, way, percent, draw)]
+            right = {"right": 0, "right_anew": 0}
+            again = [*texts] * args.pareto
+            hidden: list[Tensor] = []
+            for draw in range(args.pareto):
+                hidden += masks(texts, way, percent, draw)
             for (i, part), form in product(enumerate(batches(len(again), args.batch_size)), right):
                 found = answers(engine, again[part], hidden[part], args, i, anew=form == "right_anew")
                 for text, tokens in zip(again[part], found, strict=True):

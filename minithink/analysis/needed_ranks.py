@@ -60,7 +60,8 @@ def pairs_of(reading: Reading, prompt: int, end: int) -> tuple[list[Pair], int]:
 
     prompt: its tokens; end: the generated tokens of the thinking.
     """
-    pairs, given = list[Pair](), 0
+    pairs = list[Pair]()
+    given = 0
     for need in reading.needs:
         start, stop = (at - prompt for at in reading.statements[need.statement][:2])
         places = sorted(place - prompt for place in need.places)
@@ -85,14 +86,20 @@ def scores(
         noise: float64 [Hkv, T].
         lam: λ, from 0 to 1.
     """
-    out, decay = dict[int, dict[str, Tensor]](), math.log(lam) if lam > 0 else -math.inf
+    out = dict[int, dict[str, Tensor]]()
+    decay = math.log(lam) if lam > 0 else -math.inf
     nothing = torch.zeros_like(noise)
-    crf, last, count, received = nothing - math.inf, nothing - 1, nothing, nothing
+    crf = nothing - math.inf
+    last = nothing - 1
+    count = nothing
+    received = nothing
     position = torch.arange(noise.shape[1], dtype=torch.float64, device=noise.device).expand_as(noise)
     for t in range(max(times, default=0)):
         crf = crf + decay
         crf = torch.where(hits[t], torch.logaddexp(crf, nothing), crf)
-        last, count, received = last.masked_fill(hits[t], t), count + hits[t], received + mass[t]
+        last = last.masked_fill(hits[t], t)
+        count = count + hits[t]
+        received = received + mass[t]
         if t + 1 in times:
             out[t + 1] = dict(zip(SCORES, (crf, last, count, received, position, noise), strict=True))
     return out
@@ -119,7 +126,8 @@ def of_pairs(
     """
     out = defaultdict[str, list[Tensor]](list)
     for pair in pairs:
-        newest, places = pair.places[-1], list(pair.places)
+        newest = pair.places[-1]
+        places = list(pair.places)
         for name, score in at[pair.time].items():
             out[name].append(rank(score[:, : pair.old], places))
         own = hits[newest + 1 : pair.time, :, newest]
@@ -141,7 +149,8 @@ def needs_of(pairs: Sequence[Pair], looks: Sequence[Mapping[str, Tensor]]) -> di
     best = {name: of[name] >= BEST for name in SCORES}
 
     def shares(name: str, chosen: Tensor) -> dict[str, float]:
-        found, reads = best[name][chosen], of["reads"][chosen]
+        found = best[name][chosen]
+        reads = of["reads"][chosen]
         values = {
             "heads": found,
             "readers": found[reads],
@@ -152,12 +161,14 @@ def needs_of(pairs: Sequence[Pair], looks: Sequence[Mapping[str, Tensor]]) -> di
         return {what: float(x.double().mean()) for what, x in values.items()}
 
     groups = {"all": torch.ones_like(answer), "answer": answer}
+    scores = []
+    for name in SCORES:
+        of_groups = {group: shares(name, chosen) for group, chosen in groups.items()}
+        scores.append({"score": name, **of_groups})
     return {
         "pairs": len(answer),
         "pairs_of_answer": int(answer.sum()),
-        "scores": [
-            {"score": name, **{group: shares(name, chosen) for group, chosen in groups.items()}} for name in SCORES
-        ],
+        "scores": scores,
         **{name: of[name].double().mean(0).tolist() for name in BESIDE},
         "best_quarter": {name: best[name].double().mean(0).tolist() for name in SCORES},
     }

@@ -18,7 +18,7 @@ import argparse
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
-from itertools import combinations, combinations_with_replacement, permutations
+from itertools import combinations, combinations_with_replacement, permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -99,9 +99,11 @@ class Look(NamedTuple):
 def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, tau: int) -> Look:
     """Read one trace again, and measure."""
     n = thinking_end(engine, generated)
-    start, end = len(prompt), len(prompt) + n
+    start = len(prompt)
+    end = len(prompt) + n
     found = sentences(engine.tokenizer.pieces(generated[:n]))
-    measured, hidden = defaultdict[str, list[Tensor]](list), dict[int, Tensor]()
+    measured = defaultdict[str, list[Tensor]](list)
+    hidden = dict[int, Tensor]()
 
     def see(_: int, logits: Tensor, seen: Tensor) -> None:
         p = group_reduce(logits, seen, "none")  # [tokens, Hq, S]
@@ -114,7 +116,9 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
 
     read(engine.loaded, [*prompt, *generated], see, tap=hidden.__setitem__)
     tokens = torch.stack(measured["sparsity"], 1)  # [n, L]
-    kinds = [s.kind for s in found for _ in range(s.start, s.end)]
+    kinds: list[str] = []
+    for s in found:
+        kinds += [s.kind] * (s.end - s.start)
     segments = [slice(at, at + tau) for at in range(0, n - n % tau, tau)]  # whole ones
     return Look(
         [max(KINDS, key=kinds[s].count) for s in segments],
@@ -137,8 +141,8 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
         if not len(rows):
             continue
         means = torch.cat([x.sparsity[[k == kind for k in x.kinds]] for x in looks])
-        out += [
-            {
+        for i in range(rows.shape[1]):
+            measured = {
                 "kind": kind,
                 "layer": i,
                 "tokens": len(rows),
@@ -147,8 +151,7 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
                 "segments": len(means),
                 "sd_of_segments": float(means[:, i].std(correction=0)) if len(means) else None,
             }
-            for i in range(rows.shape[1])
-        ]
+            out.append(measured)
     return out
 
 
@@ -162,39 +165,48 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
     """
     auc = list[dict[str, Any]]()
     x = torch.cat([one.sparsity for one in looks])
-    kinds = [k for one in looks for k in one.kinds]
-    thirds = [3 * i // len(one.kinds) for one in looks for i in range(len(one.kinds))]
-    where = {
-        (kind, t): torch.tensor([(k, at) == (kind, t) for k, at in zip(kinds, thirds, strict=True)], dtype=torch.bool)
-        for kind in KINDS
-        for t in range(3)
-    }
+    cells: list[tuple[str, int]] = []  # of every segment: its kind, and the third of the text
+    for one in looks:
+        n = len(one.kinds)
+        cells += [(k, 3 * i // n) for i, k in enumerate(one.kinds)]
+    where = {}
+    for cell in product(KINDS, range(3)):
+        where[cell] = torch.tensor([own == cell for own in cells], dtype=torch.bool)
     for pair in combinations(KINDS, 2):
         first, second = ([x[where[kind, t]] for t in range(3)] for kind in pair)
         groups = [(a, b) for a, b in zip(first, second, strict=True) if len(a) and len(b)]
         if total := sum(len(a) * len(b) for a, b in groups):
-            values = [
-                sum(area(a[:, j], b[:, j]) * len(a) * len(b) for a, b in groups) / total for j in range(x.shape[1])
-            ]
+            values = []
+            for j in range(x.shape[1]):
+                areas = sum(area(a[:, j], b[:, j]) * len(a) * len(b) for a, b in groups)
+                values.append(areas / total)
             best = max(range(len(values)), key=lambda j: abs(values[j] - 0.5))
             auc.append({"kinds": [*pair], "layer": best, "auc": max(values[best], 1 - values[best])})
     halves = [[one for i, one in enumerate(looks) if i % 2 == half and one.kinds] for half in range(2)]
     if not all(halves):
         return {"auc": auc}
-    (fit_x, fit_y), (new_x, new_y) = (
-        (torch.cat([o.sparsity for o in half]), torch.tensor([KINDS.index(k) for o in half for k in o.kinds]))
-        for half in halves
-    )
-    _, layer, low, high, order = max(
-        (float((classify(fit_x[:, j], lo, hi, order) == fit_y).float().mean()), j, lo, hi, order)
-        for j in range(x.shape[1])
-        for lo, hi in combinations_with_replacement(fit_x[:, j].quantile(torch.linspace(0, 1, 21)).tolist(), 2)
-        for order in permutations(range(3))
-    )
+    fit_x, fit_y = _examples(halves[0])
+    new_x, new_y = _examples(halves[1])
+    rules = []
+    for j in range(x.shape[1]):
+        own = fit_x[:, j]
+        steps = own.quantile(torch.linspace(0, 1, 21)).tolist()
+        for (lo, hi), order in product(combinations_with_replacement(steps, 2), permutations(range(3))):
+            fits = classify(own, lo, hi, order) == fit_y
+            rules.append((float(fits.float().mean()), j, lo, hi, order))
+    _, layer, low, high, order = max(rules)
     right = classify(new_x[:, layer], low, high, order) == new_y
     majority = new_y.bincount(minlength=3).max() / len(new_y)
     split = {"layer": layer, "accuracy": float(right.float().mean()), "majority": float(majority), "n": len(new_y)}
     return {"auc": auc, "two_thresholds": split}
+
+
+def _examples(looks: Sequence[Look]) -> tuple[Tensor, Tensor]:
+    """Sparsity of every segment, [segments, L], and its kind as an index into KINDS."""
+    kinds = []
+    for one in looks:
+        kinds += [KINDS.index(kind) for kind in one.kinds]
+    return torch.cat([one.sparsity for one in looks]), torch.tensor(kinds)
 
 
 def classify(x: Tensor, low: float, high: float, order: Sequence[int]) -> Tensor:
@@ -221,13 +233,16 @@ def steering(
     V is fitted on the problems before them; on all problems, if there is none before them. looks: of all problems.
     """
     before = max(0, len(problems) - args.steered)
-    fit, steered = looks[:before] or looks, problems[before:]
+    fit = looks[:before] or looks
+    steered = problems[before:]
     about: dict[str, Any] = {"fitted_on": len(fit), "in_sample": not before}
     h, doubt = (torch.cat([getattr(one, name) for one in fit]) for name in ("opening", "doubts"))
     if doubt.all() or not doubt.any():
         return {**about, "runs": []}
     vector = direction(h, doubt)
-    places = [("nowhere", 0.0), *((at, alpha) for at, values in STRENGTHS.items() for alpha in values)]
+    places = [("nowhere", 0.0)]
+    for at, values in STRENGTHS.items():
+        places += [(at, alpha) for alpha in values]
     found = list[dict[str, Any]]()
     for at, alpha in places:
         steer = partial(Steer, engine, alpha * vector, args.layer, at)
@@ -241,7 +256,8 @@ class Steer:
     """Adds a vector to one layer's output while a sequence thinks: at blank lines, or at every token."""
 
     def __init__(self, engine: Engine, vector: Tensor, layer: int, at: str) -> None:
-        self.vector, self.layer = vector.to(engine.device), layer
+        self.vector = vector.to(engine.device)
+        self.layer = layer
         self.where = token_table(engine, "" if at == "every" else "\n\n")
         self.close = engine.tokenizer.id_of(CLOSE)
         self.answers = torch.tensor(False, device=engine.device)  # then bool [rows]: which have closed their thinking

@@ -126,10 +126,14 @@ def outcome(engine: Engine, problems: Sequence[Problem], generated: Sequence[lis
     """Accuracy, mean tokens and mean number of doubts (paragraphs) of some runs."""
     texts = [engine.tokenizer.decode(g) for g in generated]
     stops = engine.generation_config.stop_ids
+    doubts = 0
+    for text in texts:
+        paragraphs = text.split("\n\n")
+        doubts += sum(map(thoughts.doubts, paragraphs[1:]))
     return {
         "problems": len(problems),
         "right": sum(map(is_right, texts, problems)) / len(texts),
         "tokens": sum(map(len, generated)) / len(generated),
         "cut_off": sum(g[-1] not in stops for g in generated) / len(generated),
-        "doubts": sum(thoughts.doubts(p) for t in texts for p in t.split("\n\n")[1:]) / len(texts),
+        "doubts": doubts / len(texts),
     }

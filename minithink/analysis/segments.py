@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -66,21 +67,20 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"None of {len(problems)} texts comes to an answer, or has two segments of {args.tau} tokens: give more "
             "--max-new-tokens, or a smaller --tau."
         )
-    every = [pair for text in found for pair in pairs(text)]
-    answered = [text for text in found if "importance" in text]
-    important = means(pair for t in answered for pair in zip(t["types"], t["importance"], strict=True))
+    every = [*chain.from_iterable(map(pairs, found))]
+    of_types = list[tuple[str, float]]()
+    for one in found:
+        if "importance" in one:
+            of_types += zip(one["types"], one["importance"], strict=True)
+    important = means(of_types)
     by = {name: means((getattr(p, name), p.value) for p in every) for name in ("types", "transitions", "distance")}
     result["measurements"] = {"importance": important, "association": by, "texts": found}
-    lines = {"importance": important, "association, earlier → later": by["types"]}
-    return runs.finish(
-        args,
-        result,
-        (
-            f"{what}: {m['of'] if isinstance(m['of'], str) else ' → '.join(m['of'])} {m['mean']:.4g} ({m['count']:,})"
-            for what, of in lines.items()
-            for m in of
-        ),
-    )
+    lines = []
+    for what, of in (("importance", important), ("association, earlier → later", by["types"])):
+        for m in of:
+            types = m["of"] if isinstance(m["of"], str) else " → ".join(m["of"])
+            lines.append(f"{what}: {types} {m['mean']:.4g} ({m['count']:,})")
+    return runs.finish(args, result, lines)
 
 
 class Text(NamedTuple):
@@ -94,7 +94,8 @@ class Text(NamedTuple):
 
 def cut(engine: Engine, prompt: Sequence[int], generated: Sequence[int], tau: int) -> Text:
     """Segments of τ tokens of the thinking; the last one may be shorter."""
-    n, start = thinking_end(engine, generated), len(prompt)
+    n = thinking_end(engine, generated)
+    start = len(prompt)
     spans = [(start + i, start + min(i + tau, n)) for i in range(0, n, tau)]
     types = [NAMES[kind] for kind in segments(kinds(engine.tokenizer.pieces(generated[:n])), tau)]
     return Text([*prompt, *generated[: n + 1]], list(generated[n + 1 :]), spans, types)

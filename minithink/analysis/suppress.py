@@ -42,7 +42,8 @@ def suppress(
         answered: float64 [answers, N]: the sum over the answer's tokens, which on average over answers that the model
             draws is KL(p(answer) ‖ p(answer without segment i)), by the chain rule.
     """
-    device, end = engine.device, len(context)
+    device = engine.device
+    end = len(context)
     cache = Dense(engine, 1, end + max(map(len, answers), default=0))
 
     def read(tokens: Sequence[int], first: int) -> Tensor:
