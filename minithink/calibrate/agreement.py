@@ -25,7 +25,8 @@ def kappa(a: Tensor, b: Tensor) -> float:
     """Cohen's κ: agreement beyond what the two shares of types give by chance; 1: all agree, 0: as chance does."""
     table = confusion(a, b).double()
     n = table.sum()
-    same, chance = table.trace() / n, (table.sum(0) * table.sum(1)).sum() / n**2
+    same = table.trace() / n
+    chance = (table.sum(0) * table.sum(1)).sum() / n**2
     return float((same - chance) / (1 - chance)) if chance < 1 else 1.0
 
 

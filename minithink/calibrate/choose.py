@@ -63,7 +63,9 @@ def by_modes(prompts: Sequence[Sequence[Peaks]], types: int, count: int) -> tupl
     if not able:
         return None
     chosen = sorted(x.layer for x in sorted(able, key=lambda x: (-x.depth, x.layer))[:count])
-    own = [of[i] for of in prompts for i in chosen if len(of[i].modes) == types]
+    own = list[Peaks]()
+    for of in prompts:
+        own += [of[i] for i in chosen if len(of[i].modes) == types]
     return how, chosen, [fmean(p.valleys[j] for p in own) for j in range(types - 1)]
 
 
@@ -79,6 +81,7 @@ def choose(
     if (found := by_modes(prompts, types, count)) is not None:
         how, layers, theta = found
     else:
-        how, layers = "fallback", sorted(x.layer for x in ranked(look(prompts, types))[:count])
+        how = "fallback"
+        layers = sorted(x.layer for x in ranked(look(prompts, types))[:count])
         theta = quantiles(refresh[:, layers].mean(1), types)
     return how, layers, rounded(theta)

@@ -38,7 +38,8 @@ def bandwidth(x: Tensor) -> float:
 
 def density(x: Tensor) -> Tensor:
     """f of a sample, float [M], M ≥ 1, on the grid: float64 [GRID]."""
-    h, x = bandwidth(x), x.double().cpu()
+    h = bandwidth(x)
+    x = x.double().cpu()
     out = torch.zeros(GRID, dtype=torch.float64)
     for part in x.split(4096):  # a bounded table of [GRID, points]
         out += torch.exp(-0.5 * ((grid()[:, None] - part) / h) ** 2).sum(1)
@@ -49,7 +50,8 @@ def peaks(f: Tensor) -> Peaks:
     """Modes (f' = 0, f'' < 0; of a plateau, its first point) and the valleys between them. f: [GRID]."""
     around = torch.nn.functional.pad(f, (1, 1))  # nothing is beyond 0 and 1, so that the ends may be modes
     modes = ((f > around[:-2]) & (f >= around[2:])).nonzero().flatten().tolist()
-    valleys, depths = list[int](), list[float]()
+    valleys = list[int]()
+    depths = list[float]()
     for left, right in pairwise(modes):
         valleys.append(left + int(f[left : right + 1].argmin()))
         depths.append(1 - float(f[valleys[-1]] / torch.minimum(f[left], f[right])))

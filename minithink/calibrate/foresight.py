@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import chain
 from typing import Any
 
 from minithink.calibrate.journal import Journal, folder_of_texts
@@ -74,11 +75,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "max_new_tokens": args.max_new_tokens or own.max_new_tokens or engine.config.max_position,
         "batch_size": args.batch_size or (GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH),
     }
+    examples = [*chain.from_iterable(datasets.values())]
     settings = {
         "dataset": args.dataset,
         "split": args.split,
         "limit": args.limit,
-        "problems": hash_of([example for of in datasets.values() for example in of]),
+        "problems": hash_of(examples),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),

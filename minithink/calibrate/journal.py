@@ -41,7 +41,8 @@ class Journal:
                 settings differ.
             MinithinkError: another process writes here, a line is damaged, or the file cannot be written.
         """
-        self.path, self.lines = path, list[dict[str, Any]]()
+        self.path = path
+        self.lines = list[dict[str, Any]]()
         new = not path.exists()
         try:
             self._file = files.hold(path)

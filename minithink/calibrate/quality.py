@@ -63,7 +63,8 @@ def mean(rows: Sequence[dict[str, float]]) -> dict[str, Any]:
 def by_position(truths: Iterable[Tensor]) -> Callable[[int], Tensor]:
     """A predictor that knows positions only, from the scores of the training traces: tokens of a trace → their
     predictions. Behind the longest training trace it repeats its last bin."""
-    sums, counts = torch.zeros(0), torch.zeros(0)
+    sums = torch.zeros(0)
+    counts = torch.zeros(0)
     for truth in truths:
         bins = torch.arange(len(truth)) // BIN
         more = max(0, int(bins[-1]) + 1 - len(sums))

@@ -26,23 +26,33 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
         count: |L*| at most.
     """
     found = [[Peaks(x["modes"], x["valleys"], x["depths"]) for x in line["layers"]] for line in lines]
-    refresh = torch.tensor([row for line in lines for row in line["refresh"]], dtype=torch.float64)  # [N, L]
-    labels = fold(torch.tensor([x for line in lines for x in line["labels"]], dtype=torch.uint8), number)
-    at = torch.tensor([i for line in lines for i in range(len(line["refresh"]))], dtype=torch.float64)
+    refreshes = list[list[float]]()
+    labelled = list[int]()
+    places = list[int]()
+    for line in lines:
+        refreshes += line["refresh"]
+        labelled += line["labels"]
+        places += range(len(line["refresh"]))
+    refresh = torch.tensor(refreshes, dtype=torch.float64)  # [N, L]
+    labels = fold(torch.tensor(labelled, dtype=torch.uint8), number)
+    at = torch.tensor(places, dtype=torch.float64)
     looks = choose.look(found, number)
     modes = [[len(of.modes) for of in of_layer] for of_layer in zip(*found, strict=True)]  # by layer and prompt
     how, layers, theta = choose.choose(found, refresh, number, count)
     values = refresh[:, layers].mean(1)
-    per_layer = [
-        {
+    per_layer = []
+    for look in looks:
+        own = [line["layers"][look.layer] for line in lines]
+        prompts = sorted(Counter(modes[look.layer]).items())
+        types = type_of(refresh[:, look.layer], theta)
+        measured = {
             **vars(look),
-            "mean": fmean(line["layers"][look.layer]["mean"] for line in lines),
-            "sd": fmean(line["layers"][look.layer]["sd"] for line in lines),
-            "prompts_by_modes": {str(n): of for n, of in sorted(Counter(modes[look.layer]).items())},
-            "keywords": compare(type_of(refresh[:, look.layer], theta), labels),
+            "mean": fmean(layer["mean"] for layer in own),
+            "sd": fmean(layer["sd"] for layer in own),
+            "prompts_by_modes": {str(n): of for n, of in prompts},
+            "keywords": compare(types, labels),
         }
-        for look in looks
-    ]
+        per_layer.append(measured)
     return {
         "layers": layers,
         "thresholds": theta,
@@ -75,9 +85,14 @@ def eviction(
     """Types with the full cache (rows) and under eviction (columns); None: nothing was compared."""
     if not evicted:
         return None
-    refresh = torch.tensor([row for i in sorted(evicted) for row in lines[i]["refresh"]], dtype=torch.float64)
+    refreshes = list[list[float]]()
+    types = list[int]()
+    for i in sorted(evicted):
+        refreshes += lines[i]["refresh"]
+        types += evicted[i]
+    refresh = torch.tensor(refreshes, dtype=torch.float64)
     full = type_of(refresh[:, values["layers"]].mean(1), values["thresholds"])
-    under = torch.tensor([x for i in sorted(evicted) for x in evicted[i]], dtype=torch.uint8)
+    under = torch.tensor(types, dtype=torch.uint8)
     return {"prompts": len(evicted), **compare(full, under), "shares_of_types": _shares(under)}
 
 

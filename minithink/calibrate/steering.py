@@ -177,10 +177,11 @@ class Sums:
                 "of sentence: give more --num-prompts, more --max-new-tokens, or other --labels."
             )
         weight = [1 / (1 / self.count[kind, True] + 1 / self.count[kind, False]) for kind in both]
-        matched = sum(
-            w / sum(weight) * (self.mean(False, [kind]) - self.mean(True, [kind]))
-            for w, kind in zip(weight, both, strict=True)
-        )
+        parts = []
+        for w, kind in zip(weight, both, strict=True):
+            difference = self.mean(False, [kind]) - self.mean(True, [kind])
+            parts.append(w / sum(weight) * difference)
+        matched = sum(parts)
         assert isinstance(matched, Tensor)
         plain = self.mean(False) - self.mean(True)
         return {"plain": plain.float().contiguous(), "matched": matched.float().contiguous()}
@@ -211,7 +212,8 @@ def fit(
     Raises:
         MinithinkError: see `Sums.vectors`.
     """
-    halves, n = (Sums(), Sums()), len(lines)
+    halves = (Sums(), Sums())
+    n = len(lines)
     with progress(n + n // 2, 0, "reading the texts again") as advance:
         for i, line in enumerate(lines):
             for thought, states in before_thoughts(engine, examples[line["prompt"]], line["tokens"], labels):
@@ -230,16 +232,16 @@ def fit(
                 advance(line["right"])
             separation = {name: separated(along, name) for name in fitted}
     best = separation["plain"] if separation and separation["plain"] else None
+    counted = []
+    for kind in KINDS:
+        counted.append({"after": kind, "execution": whole.count[kind, False], "other": whole.count[kind, True]})
     return vectors, {
         "layer": best.index(max(best)) if best else round(0.7 * engine.config.num_layers) - 1,
         "measurements": {
             "prompts": n,
             "right": sum(line["right"] for line in lines),
             "tokens": sum(len(line["tokens"]) for line in lines),
-            "thoughts": [
-                {"after": kind, "execution": whole.count[kind, False], "other": whole.count[kind, True]}
-                for kind in KINDS
-            ],
+            "thoughts": counted,
             "separation": separation,
             "norm": {name: v.norm(dim=-1).tolist() for name, v in vectors.items()},
             "cosine": torch.cosine_similarity(vectors["plain"], vectors["matched"], dim=-1).tolist(),
@@ -282,13 +284,15 @@ def separated(along: Mapping[tuple[str, bool], Sequence[Mapping[str, Tensor]]], 
             far its state lies along each vector.
         name: `plain` or `matched`.
     """
-    total, pairs = torch.zeros(()), 0
+    total = torch.zeros(())
+    pairs = 0
     for kind in KINDS:
         if not (along.get((kind, True)) and along.get((kind, False))):
             continue
         execution, other = (torch.stack([x[name] for x in along[kind, which]]) for which in (False, True))  # [n, L]
         areas = [area(a, b) for a, b in zip(execution.unbind(1), other.unbind(1), strict=True)]
-        total, pairs = total + len(execution) * len(other) * torch.tensor(areas), pairs + len(execution) * len(other)
+        total = total + len(execution) * len(other) * torch.tensor(areas)
+        pairs = pairs + len(execution) * len(other)
     return (total / pairs).tolist() if pairs else []
 
 

@@ -178,12 +178,15 @@ def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
     Raises:
         UsageError: they are of a test split, or there are too few.
     """
-    names, split = args.dataset.split(","), args.split
+    names = args.dataset.split(",")
+    split = args.split
     lists = []
     for name in names:
         split = allowed(name, args.split)
         lists.append(load_dataset(name, split))
-    turns = [example for i in range(max(map(len, lists))) for of in lists for example in of[i : i + 1]]
+    turns = []
+    for i in range(max(map(len, lists))):
+        turns += [of[i] for of in lists if i < len(of)]
     if len(turns) < args.num_prompts:
         raise UsageError(f"{args.dataset} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
     return turns[: args.num_prompts], split
@@ -260,7 +263,9 @@ def measure(
 
 def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[str, Any]:
     """The journal's line of one finished sequence."""
-    tokenizer, rows, steps = engine.tokenizer, policy.sparsity_rows, len(s.tokens)
+    tokenizer = engine.tokenizer
+    rows = policy.sparsity_rows
+    steps = len(s.tokens)
     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
     _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
     first = max(0, len(s.prompt) - max(rows, *ROWS))  # the prompt's last queries are averaged with the first ones
@@ -302,7 +307,8 @@ def layers_of(u: Tensor) -> list[dict[str, Any]]:
     """The sparsity of every layer, and the modes of its density. u: [steps, L]."""
     out = []
     for x in u.unbind(1):
-        mean, sd = float(x.mean()), float(x.std(correction=0))
+        mean = float(x.mean())
+        sd = float(x.std(correction=0))
         out.append({"mean": mean, "sd": sd, **peaks(density(x))._asdict()})
     return out
 

@@ -78,12 +78,9 @@ def problems_of(names: Sequence[str], split: str | None, count: int, seed: int) 
             lists.append(drawn(name, share, seed))
         else:
             lists.append(load_dataset(name, allowed(name, split)))
-    turns = [
-        (name, of[i])
-        for i in range(max(map(len, lists)))
-        for name, of in zip(names, lists, strict=True)
-        if i < len(of)
-    ]
+    turns = []
+    for i in range(max(map(len, lists))):
+        turns += [(name, of[i]) for name, of in zip(names, lists, strict=True) if i < len(of)]
     if len(turns) < count:
         raise UsageError(f"{','.join(names)} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
     return turns[:count]
@@ -91,7 +88,8 @@ def problems_of(names: Sequence[str], split: str | None, count: int, seed: int) 
 
 def drawn(family: str, count: int, seed: int) -> list[Example]:
     """Training problems of a task family, of the sizes that its splits have."""
-    rng, out = random.Random(f"{family}{seed}"), list[Example]()
+    rng = random.Random(f"{family}{seed}")
+    out = list[Example]()
     while len(out) < count:
         problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
         if problem.split() == "train":
@@ -131,11 +129,12 @@ def sample(
                             journal.append(line)
                             advance(line["right"])
         lines = sorted(journal.lines, key=lambda line: line["text"])
-    return [
-        Trace(folder / f"{x['text']:06}.safetensors", x["problem"], x["dataset"], x["thinking"])
-        for x in lines
-        if x["right"]
-    ]
+    traces = []
+    for x in lines:
+        if x["right"]:
+            path = folder / f"{x['text']:06}.safetensors"
+            traces.append(Trace(path, x["problem"], x["dataset"], x["thinking"]))
+    return traces
 
 
 def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:

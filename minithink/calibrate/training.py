@@ -27,7 +27,9 @@ from minithink.errors import MinithinkError, reason
 from minithink.ref.predict import predict
 from minithink.results.files import replace
 
-BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.01
+CLIP = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Training:
             with safe_open(path, framework="pt") as file:
                 about = file.metadata()
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            self.epoch, self.curve = int(about["epoch"]), json.loads(about["curve"])
+            self.epoch = int(about["epoch"])
+            self.curve = json.loads(about["curve"])
             for name, x in found.items():
                 number, _, what = name.partition(".")
                 if what == "weight":
