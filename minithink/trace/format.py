@@ -84,7 +84,8 @@ class Writer:
     def __init__(self, path: Path) -> None:
         """Open the file; an earlier trace of that name is replaced. MinithinkError: it cannot be written."""
         check_place(path)
-        self.path, self.size = path, 0
+        self.path = path
+        self.size = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("wb")
@@ -188,7 +189,8 @@ def _arrays(data: bytes) -> tuple[dict[str, Any], dict[str, Array]]:
     about = from_json(data[LENGTH.size : LENGTH.size + length])
     if not isinstance(about, dict) or not isinstance(listed := about.pop("arrays", None), list):
         raise ValueError("it lists no arrays")
-    arrays, at = {}, LENGTH.size + length
+    arrays = {}
+    at = LENGTH.size + length
     for entry in listed:
         name, dtype, count = entry if isinstance(entry, list) and len(entry) == 3 else ("", "", -1)
         known = isinstance(name, str) and name in ARRAYS
@@ -249,7 +251,7 @@ class Head:
             raise ValueError("a number or a name is none")
         if not (0 < self.layers * self.kv_heads < 2**16 and self.scope in ("head", "layer", "sequence")):
             raise ValueError(f"{self.layers} layers of {self.kv_heads} heads, scope {quoted(self.scope)}")
-        if any(0xD800 <= ord(c) < 0xE000 for name in names for c in name):
+        if any(0xD800 <= ord(c) < 0xE000 for c in "".join(names)):
             raise ValueError("a name is no text")
         if not self.full_bytes:
             raise ValueError("a token of the full cache has no bytes")
@@ -293,7 +295,8 @@ class Trace:
     @cached_property
     def texts(self) -> list[str]:
         """The text of every token."""
-        data, ends = self.text.tobytes(), self.pieces.cumsum().tolist()
+        data = self.text.tobytes()
+        ends = self.pieces.cumsum().tolist()
         return [data[a:b].decode("utf-8", "replace") for a, b in zip([0, *ends], ends, strict=False)]
 
     @cached_property
@@ -348,17 +351,23 @@ class Trace:
     def sentences(self) -> Array:
         """The number of each token's sentence: int64 [n]. A token with a line break ends a sentence, as in SkipKV's
         code. Blank tokens directly behind it belong to the same sentence."""
-        out, number, open_ = list[int](), -1, False
+        out = list[int]()
+        number = -1
+        open_ = False
         for text in self.texts:
             if text.strip() and not open_:
-                number, open_ = number + 1, True
+                number = number + 1
+                open_ = True
             out.append(max(0, number))
             open_ = open_ and "\n" not in text
         return np.array(out, dtype=np.int64)
 
     def check(self) -> None:
         """ValueError: lengths, indices or steps do not fit together."""
-        a, units, n, most = self.arrays, self.head.units, self.tokens, max(self.steps, 0)
+        a = self.arrays
+        units = self.head.units
+        n = self.tokens
+        most = max(self.steps, 0)
         kinds: dict[str, set[int]] = {}
         for name, (_, kind) in ARRAYS.items():
             kinds.setdefault(kind, set()).add(len(a[name]))
@@ -433,7 +442,9 @@ def read(path: Path) -> File:
         if PAGE in data[:4096]:
             raise MinithinkError(f"{path} is the page of a trace: open it in a browser, or view the trace itself.")
         raise MinithinkError(f"{path} is no trace of minithink: {MAKE_ONE}.")
-    head, done, parts = None, None, dict[int, tuple[int, list[dict[str, Array]]]]()
+    head = None
+    done = None
+    parts = dict[int, tuple[int, list[dict[str, Array]]]]()
     at = len(MAGIC)
     left = TOTAL
     try:

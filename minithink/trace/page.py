@@ -55,10 +55,9 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     """What the page knows of a trace: a JSON object, and arrays by their names. done: the end of the file, if the
     run was not interrupted."""
     head = trace.head
-    thoughts = [
-        head.thought_names[i] if i < len(head.thought_names) else f"type {i} ({head.formats[f]})"
-        for i, f in enumerate(head.thoughts)
-    ]
+    thoughts = list(head.thought_names[: len(head.thoughts)])
+    for i, f in enumerate(head.thoughts[len(thoughts) :], len(thoughts)):
+        thoughts.append(f"type {i} ({head.formats[f]})")
     kinds = [i for i, kind in enumerate(KINDS) if trace.ledger[:, i].any()]
     snapshots = _thinned(len(trace.score_step), min(SNAPSHOTS, max(8, RANKS // max(1, trace.tokens))))
     about = {
@@ -149,6 +148,8 @@ def _hash(content: str) -> str:
 def _fill(template: str, values: dict[str, str]) -> str:
     """Put the values into the template's {{name}}. Braces in a value stay as they are."""
     pieces = template.split("{{")
-    return pieces[0] + "".join(
-        values[name] + rest for name, _, rest in (piece.partition("}}") for piece in pieces[1:])
-    )
+    out = pieces[0]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        out += values[name] + rest
+    return out

@@ -20,12 +20,14 @@ Part = tuple[str, int]  # text of a line, and its shade: 0 no head keeps it, LEV
 
 def render(traces: Sequence[Trace]) -> str:
     """The picture, as SVG."""
-    out, y = list[str](), HIGH
+    out = list[str]()
+    y = HIGH
     for trace in traces:
         out.append(f'<text x="{WIDE}" y="{y}" font-weight="bold">{escape(title(trace))}</text>')
         y += HIGH
         for line in lines(parts(trace)):
-            x, spans = WIDE, list[str]()
+            x = WIDE
+            spans = list[str]()
             for text, shade in line:
                 if shade:
                     out.append(
@@ -47,7 +49,8 @@ def render(traces: Sequence[Trace]) -> str:
 
 def title(trace: Trace) -> str:
     """What stands above a text."""
-    step, head = end_of(trace), trace.head
+    step = end_of(trace)
+    head = trace.head
     none = int((trace.holders(step)[: trace.prompt + step] == 0).sum())
     about = f"after {step:,} thinking tokens, a head holds {trace.held(step).mean():,.0f} tokens on average"
     policies = NO_XML.sub("\ufffd", " + ".join(head.policies))
@@ -70,10 +73,12 @@ def parts(trace: Trace) -> Iterator[Part]:
 
 def lines(found: Iterator[Part]) -> Iterator[list[Part]]:
     """Lines of COLUMNS characters; neighbours of one shade are one part."""
-    line, room = list[Part](), COLUMNS
+    line = list[Part]()
+    room = COLUMNS
     for text, shade in found:
         while text:
-            piece, text = text[:room], text[room:]
+            piece = text[:room]
+            text = text[room:]
             if line and line[-1][1] == shade:
                 line[-1] = (line[-1][0] + piece, shade)
             else:
@@ -81,6 +86,7 @@ def lines(found: Iterator[Part]) -> Iterator[list[Part]]:
             room -= len(piece)
             if not room:
                 yield line
-                line, room = [], COLUMNS
+                line = []
+                room = COLUMNS
     if line:
         yield line

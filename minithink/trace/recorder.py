@@ -101,9 +101,13 @@ class Recorder:
         Raises:
             MinithinkError: the file cannot be written; later too, when the disk is full.
         """
-        self.tokenizer, self.about, self.sequences = tokenizer, dict(about or {}), sequences
+        self.tokenizer = tokenizer
+        self.about = dict(about or {})
+        self.sequences = sequences
         self.score_every = score_every
-        self.seconds, self.events, self.steps = 0.0, 0, 0  # time taken; evictions and moves; steps of all sequences
+        self.seconds = 0.0  # time taken
+        self.events = 0  # evictions and moves
+        self.steps = 0  # of all sequences
         self._file = Writer(path)
         self._manager: KVManager | None = None
         self._of_row: dict[int, _Sequence] = {}
@@ -117,7 +121,8 @@ class Recorder:
         """A sequence has joined, in this row."""
         self._of_row.pop(row, None)
         if self._manager is None:
-            self._manager, head = manager, _head(manager, self.about)
+            head = _head(manager, self.about)
+            self._manager = manager
             self._authors = {id(policy): i for i, policy in enumerate(members(manager.policy))}
             self._units = head.units
             self._file.chunk(b"HEAD", as_json({"version": VERSION, **vars(head)}))
@@ -188,7 +193,9 @@ class Recorder:
     ) -> None:
         """A step is over, in which these rows took part with so many tokens each. ids: of these tokens."""
         self._scores.clear()
-        manager, kinds, at = self._manager, {type(edit) for _, edit in edits}, 0
+        manager = self._manager
+        kinds = {type(edit) for _, edit in edits}
+        at = 0
         assert manager is not None
         for row, count in zip(rows, counts, strict=True):
             if (s := self._of_row.get(row)) is not None:
@@ -241,7 +248,9 @@ class Recorder:
 
     def _step(self, manager: KVManager, s: _Sequence, t: int, kinds: Collection[type[Edit]]) -> None:
         """The sequence's step t is over. kinds: of the edits in this step."""
-        store, c, row = manager.store, s.columns, s.row
+        store = manager.store
+        c = s.columns
+        row = s.row
         storage = store.storage
         own = slice(0, s.length) if t == 0 else s.length - 1
         home = storage.formats.index(storage.thoughts[s.thought])
@@ -267,7 +276,8 @@ class Recorder:
                 c[name].append(value)
             c["score_pos"].append(at)
             c["rank"].append(rank.round())
-            s.scored, s.snapshot = t, None
+            s.scored = t
+            s.snapshot = None
         self.steps += 1
 
     def _evict(self, s: _Sequence, t: int) -> None:
@@ -284,9 +294,12 @@ class Recorder:
         pos = manager.store.lists.positions()[:, s.row].flatten(0, 1).cpu().numpy()
         now = manager.store.format()[:, s.row].flatten(0, 1).cpu().numpy()
         unit, column = (pos >= 0).nonzero()
-        pos, now = pos[unit, column], now[unit, column]
+        pos = pos[unit, column]
+        now = now[unit, column]
         moved = s.format[unit, pos] != now
-        unit, pos, now = unit[moved], pos[moved], now[moved]
+        unit = unit[moved]
+        pos = pos[moved]
+        now = now[moved]
         s.format[unit, pos] = now
         for name, x in (("step", np.full(len(pos), t)), ("unit", unit), ("pos", pos), ("to", now)):
             s.columns[f"move_{name}"].append(x)
@@ -317,13 +330,16 @@ class Recorder:
             joined = np.concatenate(parts) if parts and isinstance(parts[0], np.ndarray) else np.array(parts)
             arrays[name] = joined.astype(dtype)
         content = pack({"sequence": s.number, "prompt": s.prompt}, arrays)
-        s.columns, s.events = {name: [] for name in ARRAYS}, 0  # first, so that nothing is ever written twice
+        # First, so that nothing is ever written twice.
+        s.columns = {name: [] for name in ARRAYS}
+        s.events = 0
         s.mark()
         self._file.chunk(b"PART", content)
 
 
 def _head(manager: KVManager, about: dict[str, Any]) -> Head:
-    shape, storage = manager.shape, manager.store.storage
+    shape = manager.shape
+    storage = manager.store.storage
     return Head(
         layers=shape.layers,
         kv_heads=shape.kv_heads,

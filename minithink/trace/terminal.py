@@ -70,13 +70,15 @@ def thinking(trace: Trace) -> str:
     end = trace.think_end
     kept = trace.holders(end)[trace.prompt :][trace.thinks[1:] == 1]
     when = f"when thinking ends (step {end:,})" if end < trace.steps else "at the last step, for there is no answer"
-    every, none = int((kept == trace.head.units).sum()), int((kept == 0).sum())
+    every = int((kept == trace.head.units).sum())
+    none = int((kept == 0).sum())
     return f"{every:,} of {len(kept):,} thinking tokens are kept by all heads {when}, {none:,} by no head"
 
 
 def bytes_held(trace: Trace) -> str:
     """One line: bytes at the end by kind, and the most at any step."""
-    last, totals = trace.ledger[-1], trace.ledger.sum(1)
+    last = trace.ledger[-1]
+    totals = trace.ledger.sum(1)
     full = trace.tokens * trace.head.full_bytes
     parts = ", ".join(f"{kind} {size:,}" for kind, size in zip(KINDS, last.tolist(), strict=True) if size)
     return (
