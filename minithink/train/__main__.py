@@ -135,7 +135,8 @@ class TrainAttention:
     """Takes the cache's place in training: attention within the documents of a [rows, length] batch."""
 
     def __init__(self, table: Rope, positions: Tensor, mask: Tensor | BlockMask) -> None:
-        self.rows, self.mask = positions.shape[0], mask
+        self.rows = positions.shape[0]
+        self.mask = mask
         self.cos, self.sin = table.at(positions.flatten())
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
@@ -167,7 +168,9 @@ class Loss:
     """The loss of a batch. Compiled, it is two functions of static shapes: one makes the mask, one does the rest."""
 
     def __init__(self, table: Rope, spared: int, compile_model: bool) -> None:
-        self.table, self.spared, self.compiled = table, spared, compile_model
+        self.table = table
+        self.spared = spared
+        self.compiled = compile_model
         self.create = torch.compile(create_block_mask, dynamic=False) if compile_model else create_block_mask
         self.loss = compiled(loss_of) if compile_model else loss_of
 
@@ -260,14 +263,18 @@ def load_progress(folder: Path, trained: Trained, optimizers: list[torch.optim.O
     if not path.is_file():
         raise MinithinkError(f"{path} does not exist: there is no interrupted run to resume; leave --resume out.")
     parameters = dict(trained.named_parameters())
-    owner = {id(p): o for o in optimizers for group in o.param_groups for p in group["params"]}
+    owner = dict[int, torch.optim.Optimizer]()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            owner |= {id(p): optimizer for p in group["params"]}
     try:
         with torch.no_grad(), safe_open(path, "pt") as file:
             for key_and_name in file.keys():  # noqa: SIM118, a file is not a dict
                 key, name = key_and_name.split(" ")
                 if name not in parameters:
                     raise MinithinkError(f"{path} is of another version, which had a parameter {name}: start anew.")
-                p, value = parameters[name], file.get_tensor(key_and_name)
+                p = parameters[name]
+                value = file.get_tensor(key_and_name)
                 if key == "weight" and value.shape != p.shape:
                     shapes = f"{list(value.shape)}, this one {list(p.shape)}"
                     raise UsageError(
@@ -286,7 +293,8 @@ class Team:
     """The processes that share a step: one, or those that torchrun started."""
 
     def __init__(self, device: str) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.device = device_of(device)
         if self.device.type == "cuda":  # a process of torchrun has a GPU of its own
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.device.index or 0)))
@@ -382,7 +390,8 @@ def train(
             found = f"{stored['recipe']}, and began with the weights {stored.get('init')}"
             raise UsageError(f"The interrupted run has another recipe, {found}; give the same options.")
         for key, option in (("workers", "--workers"), ("processes", "torchrun --nproc-per-node")):
-            was, now = stored.get(key), progress[key]
+            was = stored.get(key)
+            now = progress[key]
             if was != now:  # a step would have other documents
                 raise UsageError(f"The interrupted run had {key} = {was}, this one has {now}: give {option} {was}.")
         if stored.get("lora") != progress["lora"]:
@@ -395,7 +404,8 @@ def train(
     loss_of_batch = Loss(Rope(config, team.device), recipe.evict_spared, compile_model)
 
     step = int(str(progress["step"]))
-    seconds_before, learned = float(str(progress["seconds"])), int(str(progress["response_tokens"]))
+    seconds_before = float(str(progress["seconds"]))
+    learned = int(str(progress["response_tokens"]))
     schedule = Schedule(max(step, math.ceil(recipe.tokens / recipe.batch_tokens)), seconds, began - seconds_before)
     tokenizer = Tokenizer.from_folder(tokenizer_folder)
     documents = Documents(recipe, tokenizer, config.max_position, step, schedule, team.rank, team.size)
@@ -413,7 +423,8 @@ def train(
         multiprocessing_context=context,
         prefetch_factor=4 if workers else None,
     )
-    last_save, meter = began, Meter(recipe.batch_tokens)
+    last_save = began
+    meter = Meter(recipe.batch_tokens)
     losses: list[float] = []
 
     def note_progress() -> dict[str, object]:
@@ -482,7 +493,9 @@ class Meter:
     left."""
 
     def __init__(self, batch_tokens: int) -> None:
-        self.batch_tokens, self.steps, self.since = batch_tokens, 0, time.monotonic()
+        self.batch_tokens = batch_tokens
+        self.steps = 0
+        self.since = time.monotonic()
         self.padding = self.read = 0
 
     def count(self, batch: Batch) -> None:
@@ -503,7 +516,8 @@ class Meter:
             file=sys.stderr,
             flush=True,
         )
-        self.steps, self.since = 0, now
+        self.steps = 0
+        self.since = now
 
 
 def names_of(text: str) -> list[str]:

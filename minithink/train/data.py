@@ -88,7 +88,8 @@ class Recipe:
         for name in {**self.share, **self.sizes}:
             if name not in prepare.FAMILIES:
                 raise UsageError(f"The family {quoted(name)} does not exist; {alternatives(name, prepare.FAMILIES)}.")
-            given, largest = self.sizes.get(name, []), LARGEST[name]
+            given = self.sizes.get(name, [])
+            largest = LARGEST[name]
             if len(given) != 3 or not 1 <= given[0] <= given[1] <= given[2] <= largest:
                 written = "-".join(map(str, given)) or "missing"
                 raise UsageError(
@@ -155,9 +156,12 @@ class Documents(IterableDataset[Batch | UsageError]):
         rank: int = 0,
         world: int = 1,
     ) -> None:
-        self.recipe, self.tokenizer = recipe, tokenizer
+        self.recipe = recipe
+        self.tokenizer = tokenizer
         self.longest = min(context, recipe.row_tokens)
-        self.start, self.schedule, self.rank = start, schedule, rank
+        self.start = start
+        self.schedule = schedule
+        self.rank = rank
         if recipe.batch_tokens % (recipe.row_tokens * world):
             unit = f"{recipe.row_tokens}" + (f" times {world} processes" if world > 1 else "")
             raise UsageError(f"{recipe.batch_tokens} tokens a step are not a multiple of a row's {unit}.")
@@ -178,7 +182,8 @@ class Documents(IterableDataset[Batch | UsageError]):
             if pool != current:
                 rng = random.Random(f"{self.recipe.seed} {self.rank} {workers} {worker} {pool}")
                 try:
-                    current, batches = pool, self.batches(rng, self.schedule.share(pool * POOL * workers))
+                    current = pool
+                    batches = self.batches(rng, self.schedule.share(pool * POOL * workers))
                 except UsageError as error:
                     yield error
                     return
@@ -222,7 +227,8 @@ class Documents(IterableDataset[Batch | UsageError]):
         if short:
             high = max(low, high // 4)
         elif rng.random() < r.long_share:
-            low, high = high, longest
+            low = high
+            high = longest
         draw_problem = prepare.FAMILIES[family].draw_problem
         while (problem := draw_problem(rng, rng.randint(low, high))).split() != "train":
             pass
@@ -232,8 +238,11 @@ class Documents(IterableDataset[Batch | UsageError]):
 
     def batch(self, rows: Sequence[Sequence[Document]], chance: np.random.Generator, evict: bool) -> Batch:
         shape = (len(rows), self.recipe.row_tokens)
-        tokens, positions, evicted = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.bool_)
-        labels, documents = np.full(shape, IGNORE, np.int32), np.full(shape, PADDING, np.int32)
+        tokens = np.zeros(shape, np.int32)
+        positions = np.zeros(shape, np.int32)
+        evicted = np.zeros(shape, np.bool_)
+        labels = np.full(shape, IGNORE, np.int32)
+        documents = np.full(shape, PADDING, np.int32)
         for i, row in enumerate(rows):
             at = 0
             for number, (ids, prompt) in enumerate(row):
@@ -258,7 +267,8 @@ def packed(documents: Sequence[Document], row_tokens: int) -> list[list[Document
         if found < len(room):
             free, row = room.pop(found)
         else:
-            free, row = row_tokens, len(rows)
+            free = row_tokens
+            row = len(rows)
             rows.append([])
         rows[row].append(document)
         insort(room, (free - length, row))

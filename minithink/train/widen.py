@@ -35,7 +35,8 @@ def widened(decoder: Decoder, head_dim: int) -> Decoder:
     Raises:
         UsageError: `head_dim` is another number, or YaRN bends the rotary frequencies of the wide heads differently.
     """
-    old, new = decoder.config, replace(decoder.config, head_dim=head_dim)
+    old = decoder.config
+    new = replace(decoder.config, head_dim=head_dim)
     if head_dim == old.head_dim:
         return decoder
     if head_dim != 2 * old.head_dim:
@@ -53,13 +54,16 @@ def widened(decoder: Decoder, head_dim: int) -> Decoder:
 
 def _attention(b: Block) -> dict[str, Tensor]:
     """The wide parameters of a block, by name."""
-    hq, hkv, width = b.config.num_heads, b.config.num_kv_heads, b.config.head_dim
+    hq = b.config.num_heads
+    hkv = b.config.num_kv_heads
+    width = b.config.head_dim
     for_q, for_k = (2**0.25, 2**0.25) if b.qk_norm is None else (2**0.5, 1.0)
 
     def columns(x: Tensor) -> Tensor:
         """[..., (Hq + 2 Hkv)·D] → [..., (Hq + 2 Hkv)·2D]"""
         q, k, v = x.unflatten(-1, (-1, width)).split((hq, hkv, hkv), dim=-2)
-        q, k = q * for_q, k * for_k
+        q = q * for_q
+        k = k * for_k
         heads = [torch.stack(pair, -1).flatten(-2) for pair in ((q, q * 0), (k, turned(k)), (v, turned(v)))]
         return torch.cat(heads, dim=-2).flatten(-2)
 
