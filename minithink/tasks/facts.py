@@ -74,7 +74,8 @@ def draw_problem(rng: random.Random, derived: int) -> FactsProblem:
 
         kind = rng.random()
         if kind < 0.45:
-            left, right = operand(), operand()
+            left = operand()
+            right = operand()
             if left == right:
                 right = fresh()
             facts.append(Fact(name, left, rng.choice("+-"), right))
@@ -142,7 +143,8 @@ class _Trace(Trace):
         """Reasoning: from the last open name down to one whose operands are all known or given."""
         while True:
             name = open_names[-1]
-            fact, missing = self.facts[name], self.missing(name)
+            fact = self.facts[name]
+            missing = self.missing(name)
             parts = [f"{name} = {fact.expression}"]
             for need in fact.needs:
                 if need in self.known:

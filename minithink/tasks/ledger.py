@@ -27,6 +27,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import ClassVar
 
 from minithink.tasks.writing import MODULUS, NAMES, Fact, Puzzle, Trace, listing, solve
@@ -80,11 +81,15 @@ class LedgerProblem(Puzzle):
 
     def newest(self) -> dict[str, str]:
         """The last version of every account: `{"tup": "tup@4"}`."""
-        return {f.name.partition("@")[0]: f.name for step in self.versions() for f in step}
+        last = {}
+        for f in chain.from_iterable(self.versions()):
+            name, _, _ = f.name.partition("@")
+            last[name] = f.name
+        return last
 
     def values(self) -> dict[str, int]:
         """Every version's value."""
-        return solve(fact for step in self.versions() for fact in step)
+        return solve(chain.from_iterable(self.versions()))
 
     def asked(self) -> list[str]:
         newest = self.newest()
@@ -106,7 +111,8 @@ def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
             busy[rng.randrange(3)] = rng.choice([a for a in accounts if a not in busy])
         name = rng.choice(busy if rng.random() < 0.75 else accounts)
         other, third = rng.sample([a for a in accounts if a != name], 2)
-        kind, sign = rng.random(), rng.choice("+-")
+        kind = rng.random()
+        sign = rng.choice("+-")
         if kind < 0.4:
             fact = Fact(name, name, sign, other)
         elif kind < 0.55:
@@ -122,7 +128,9 @@ def draw_problem(rng: random.Random, size: int) -> LedgerProblem:
             steps.append(Step((Fact(name, name, "-", amount), Fact(other, other, "+", amount))))
             continue
         steps.append(Step((fact,)))
-    changed = {fact.name for step in steps for fact in step.sets}
+    changed = set[str]()
+    for step in steps:
+        changed |= {fact.name for fact in step.sets}
     targets = sorted(rng.sample(accounts, len(accounts)), key=lambda a: a not in changed)[:3]  # first those changed
     return LedgerProblem(balances, tuple(steps), tuple(rng.sample(targets, 3)))
 
@@ -136,8 +144,9 @@ class _Trace(Trace):
     """Carries the steps out in their order, a few at a time."""
 
     def __init__(self, problem: LedgerProblem, rng: random.Random) -> None:
-        self.problem, self.versions = problem, problem.versions()
-        super().__init__([f for step in self.versions for f in step], problem.values(), rng)
+        self.problem = problem
+        self.versions = problem.versions()
+        super().__init__([*chain.from_iterable(self.versions)], problem.values(), rng)
 
     def write(self) -> tuple[str, str]:
         steps = len(self.problem.steps)
@@ -146,7 +155,8 @@ class _Trace(Trace):
             run = range(done + 1, min(steps, done + self.rng.choice((1, 2, 2, 3, 3, 4))) + 1)
             self.part()
             self.plan(run)
-            self.compute([f.name for i in run for f in self.versions[i]])
+            changed = chain.from_iterable(self.versions[i] for i in run)
+            self.compute([f.name for f in changed])
             done = run[-1]
         if self.rng.random() < self.manner.verify:
             self.verify()
@@ -159,7 +169,7 @@ class _Trace(Trace):
                 lead = "First," if i == 1 else "Last," if run[-1] == len(self.problem.steps) else "Next,"
             else:
                 lead = self.rng.choice(("Here", "And here", "Well,"))
-            needs = list(dict.fromkeys(need for f in self.versions[i] for need in f.needs))
+            needs = list(dict.fromkeys(chain.from_iterable(f.needs for f in self.versions[i])))
             sets = listing([f.name for f in self.versions[i]])
             self.say(f"{lead} step {i}: {self.problem.steps[i - 1].text}. I need {listing(needs)} to find {sets}.")
         again = self.rng.choice(run)

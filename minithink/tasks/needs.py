@@ -76,12 +76,14 @@ _LOCK = re.compile(rf"({N}) \* ({OPERAND}) \+ ({OPERAND}) = (\d+)")
 _WHY = re.compile(rf"{_LOCK.pattern}, (\d+) \* (\d+) = \d+, \d+ \+ (\d+) = \d+")
 _VERDICT = re.compile(r", (yes|no|not|that is)(?: \d+)?\.$")
 _SIDE = re.compile(r"from (\d+) (up|down)")
-_PRODUCT, _SUM = re.compile(r"(\d+) \* (\d+) = \d+"), re.compile(r"(\d+) \+ (\d+) = \d+")
+_PRODUCT = re.compile(r"(\d+) \* (\d+) = \d+")
+_SUM = re.compile(r"(\d+) \+ (\d+) = \d+")
 _FACT = re.compile(rf"({N}) = ({OPERAND})(?: ([-+*]) ({OPERAND}))?")
 _DERIVED = re.compile(rf"({N}) = ({OPERAND}) ([-+*]) ({OPERAND}) = (\d+) [-+*] (\d+) = (\d+)")
 _BACKWARDS = re.compile(rf"({N}) [-+] ({OPERAND}) = (\d+) [-+] (\d+) = \d+, and ({N}) = (\d+)")
 _NUMBERS = re.compile(r"\b(\d+) [-+*] (\d+) = ")
-_STEP, _WORD = re.compile(rf"(\d+): ({STEP})"), re.compile(rf"\b{N}\b|\d+|[-+*]")
+_STEP = re.compile(rf"(\d+): ({STEP})")
+_WORD = re.compile(rf"\b{N}\b|\d+|[-+*]")
 _LAST_PAIR = re.compile(rf".*\b({N}(?:@\d+)?) = (\d+)", re.DOTALL)
 PARTS = ("factor", "added", "result")  # of a lock
 SEARCHING = ("goal", "trial", "verdict", "before", "side", "from", *PARTS)  # not needed after the search of a name
@@ -122,7 +124,8 @@ class _Search(Reader):
 
     def goal(self, line: str, say: Callable[[Key, str, int], None]) -> None:
         """`gon with gon * 8 + 7 = 79, from 1 up`. say: `self.say` for a new goal, else `self.repeat`."""
-        m, side = _LOCK.search(line), _SIDE.search(line)
+        m = _LOCK.search(line)
+        side = _SIDE.search(line)
         assert m
         assert side
         self.need(("goal", m[1]))
@@ -147,7 +150,8 @@ class _Search(Reader):
         elif self.now != name:
             self.over(*((key, self.now) for key in SEARCHING if key != "goal"))
         self.over(("trial", name), ("verdict", name), ("before", name))
-        self.now, self.again = name, False
+        self.now = name
+        self.again = False
         self.goal(line, self.say)
 
     def turn(self, line: str) -> None:
@@ -175,9 +179,11 @@ class _Search(Reader):
         self.again = True
 
     def trial(self, line: str) -> None:
-        name, m = self.now, re.search(r"(\d+):", line)
+        name = self.now
+        m = re.search(r"(\d+):", line)
         assert m
-        last, side = self.memory.get(("trial", name)), self.memory.get(("side", name))
+        last = self.memory.get(("trial", name))
+        side = self.memory.get(("side", name))
         if last:
             self.need(("trial", name))
             self.need(("verdict", name))
@@ -194,7 +200,8 @@ class _Search(Reader):
 
     def calculation(self, line: str, x: re.Match[str], new: bool = True) -> None:
         """The numbers of a trial: x, factor, added, and the verdict, which says if x fits."""
-        name, verdict = self.now, _VERDICT.search(line)
+        name = self.now
+        verdict = _VERDICT.search(line)
         if new:
             self.over(("trial", name), ("verdict", name))
         if verdict:
@@ -208,7 +215,8 @@ class _Search(Reader):
             self.repeat(("added", name), m[2], m.start(2))
 
     def retry(self, line: str) -> None:
-        x, result = re.search(r"(\d+) again", line), re.search(r"(\d+)\.$", line)
+        x = re.search(r"(\d+) again", line)
+        result = re.search(r"(\d+)\.$", line)
         assert x
         assert result
         self.need(("trial", self.now))
@@ -386,10 +394,12 @@ class _Ledger(_Derives):
     def plan(self, line: str) -> None:
         m = re.search(rf"step (\d+): ({STEP})", line)
         assert m
-        number, reads = m[1], m.end()
+        number = m[1]
+        reads = m.end()
         sets = line.index(" to find ", reads)
         if self.run:
-            self.before, self.run = [*self.before, *self.run][-RECENT:], []
+            self.before = [*self.before, *self.run][-RECENT:]
+            self.run = []
         if ("at",) in self.memory:
             self.need(("at",))
         self.step(number, line, *m.span(2))

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 from minithink.tasks.needs_rules import NAME, NTH, PAIR
@@ -67,12 +68,16 @@ class Reader:
         self.reading = Reading()
         self.memory: dict[Key, Memory] = {}
         self.count = len(prompt)  # tokens so far
-        self.line, self.tokens = "", list[int]()  # the line so far, and the token of each of its characters
+        self.line = ""  # so far
+        self.tokens = list[int]()  # of each character of the line
         self.wanted = list[tuple[Key, ...]]()
         self.said = list[tuple[Key, str | None, int, bool]]()
         start = "".join(prompt).rfind(question)
         if start >= 0:
-            self.tokens = [i for i, piece in enumerate(prompt) for _ in piece][start : start + len(question)]
+            of_characters = list[int]()
+            for i, piece in enumerate(prompt):
+                of_characters += [i] * len(piece)
+            self.tokens = of_characters[start : start + len(question)]
             self.question(question)
             self.commit()
         self.tokens = []
@@ -114,7 +119,8 @@ class Reader:
 
     def end(self, stop: int) -> None:
         """The line ends before token `stop`."""
-        line, self.line = self.line, ""
+        line = self.line
+        self.line = ""
         if line.strip():
             if (kind := self.rule(line)) is None:
                 self.reading.skipped.append(Statement(self.tokens[0], stop, ""))
@@ -132,7 +138,8 @@ class Reader:
                 continue
             content = self.memory[keys[0]].content
             found = (self.memory[key] for key in keys if key in self.memory)
-            places = dict.fromkeys(place for m in found if m.content == content for place in m.places)
+            same = [m.places for m in found if m.content == content]
+            places = dict.fromkeys(chain.from_iterable(same))
             self.reading.needs.append(Need(len(self.reading.statements) - 1, keys[0], tuple(places)))
         for key, said, place, sets in self.said:
             if said is None:
@@ -141,7 +148,8 @@ class Reader:
                 self.memory[key].places.append(place)
             elif sets or key not in self.memory:
                 self.memory[key] = Memory(said, [place])
-        self.wanted, self.said = [], []
+        self.wanted = []
+        self.said = []
 
     # What a line can do.
 

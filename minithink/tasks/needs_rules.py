@@ -7,13 +7,15 @@ line needs and which it carries (`needs.py`).
 from __future__ import annotations
 
 import re
+from itertools import chain
 
 from minithink.tasks.search import MOODS
 from minithink.tasks.writing import MANNERS
 
 N, V = "[a-z]{3}", r"[a-z]{3}@\d+"  # a name; a balance
 OPERAND = rf"(?:{N}|\d+)"
-EXPRESSION, NUMBERS = rf"{OPERAND} [-+*] {OPERAND}", r"\d+ [-+*] \d+"
+EXPRESSION = rf"{OPERAND} [-+*] {OPERAND}"
+NUMBERS = r"\d+ [-+*] \d+"
 LOCK = rf"{N} \* {OPERAND} \+ {OPERAND} = \d+"
 GOAL = rf"{N} with {LOCK}, from \d+ (?:up|down)"
 PRODUCT, SUM = r"\d+ \* \d+ = \d+", r"\d+ \+ \d+ = \d+"
@@ -22,21 +24,21 @@ STEP = rf"(?:{N} = {OPERAND}(?: [-+*] {OPERAND})?|move \d+ from {N} to {N})"
 BALANCES = rf"{V} = \d+(?: and {V} = \d+)?"
 BALANCE = rf"{BALANCES}(?:, {NUMBERS} = \d+)?, so {V} = \d+"
 NTH, BACK, HERE = "(?:First|Next|Last),", "(?:Back to|Now back to|That leaves me at)", "(?:Here|And here|Well,)"
-LED = "(?:" + "|".join(re.escape(word) for manner in MANNERS for word in manner.compute) + "|Then|And)"
+_LEADING = [*chain.from_iterable(manner.compute for manner in MANNERS)]
+LED = "(?:" + "|".join(map(re.escape, _LEADING)) + "|Then|And)"
 DOUBT = r"(?:Wait, was {0} right\?|Alternatively, look at {0} once more\.)"
 SLIP = r"Wait, (?:that is wrong|no, I made a slip)\."
-SPOKEN = "|".join(
-    re.escape(line)
-    for line in (
-        *dict.fromkeys(line for manner in (*MANNERS, *MOODS) for line in manner.opening),
-        "That is all I need.",
-        "Now I can answer.",
-        "That settles it.",
-        "Wait, let me check that again.",
-        "Wait, let me go over this again.",
-        "Before I answer, let me look over it all again.",
-    )
+_OPENINGS = [*chain.from_iterable(manner.opening for manner in (*MANNERS, *MOODS))]
+_LINES = (
+    *dict.fromkeys(_OPENINGS),
+    "That is all I need.",
+    "Now I can answer.",
+    "That settles it.",
+    "Wait, let me check that again.",
+    "Wait, let me go over this again.",
+    "Before I answer, let me look over it all again.",
 )
+SPOKEN = "|".join(map(re.escape, _LINES))
 
 
 def _rules(valued: str, **lines: str) -> dict[str, re.Pattern[str]]:

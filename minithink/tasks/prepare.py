@@ -15,6 +15,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -126,7 +127,8 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
     """Draw problems of one split until each length bin is full. folder: has the tokenizer that counts the lengths."""
     from minithink.text.tokenizer import Tokenizer
 
-    tokenizer, rng = Tokenizer.from_folder(folder), random.Random(f"{split}{seed}")
+    tokenizer = Tokenizer.from_folder(folder)
+    rng = random.Random(f"{split}{seed}")
     wanted = dict(zip(BINS, COUNTS[family][split], strict=True))
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {b: [] for b in BINS}
     while any(len(rows[b]) < wanted[b] for b in BINS):
@@ -147,7 +149,7 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
                         "thinking_tokens": tokens,
                     }
                 )
-    drawn = [row for b in BINS for row in rows[b]]
+    drawn = [*chain.from_iterable(rows[b] for b in BINS)]
     rng.shuffle(drawn)
     return drawn
 

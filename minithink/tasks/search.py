@@ -45,7 +45,9 @@ RESTATED = ((), (5,), (3, 5, 7))  # by redundancy: the trials at which the curre
 RECAP = (0.0, 0.5, 1.0)  # by redundancy: probability that the trace lists what it knows after a new number
 MISREAD = 0.03  # share of searches that begin with a misread lock
 # The inclination depends on the last MEMORY paragraphs: each doubt among them adds EXCITEMENT, up to CEILING.
-MEMORY, EXCITEMENT, CEILING = 2, 0.25, 0.6
+MEMORY = 2
+EXCITEMENT = 0.25
+CEILING = 0.6
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,8 @@ class _Trace(Writer):
                 self.boundary()
         self.boundary()
         self.current = None
-        name, value = lock.name, self.truth[lock.name]
+        name = lock.name
+        value = self.truth[lock.name]
         self.known[name] = value
         self.say(f"So {name} = {value}.")
         if len(self.known) > 1 and self.rng.random() < RECAP[self.problem.redundancy]:
@@ -264,7 +267,8 @@ class _Trace(Writer):
     def misread(self, lock: Lock) -> Lock:
         """The lock with one number changed, so that no x fits; the lock itself if ten draws give no such change."""
         for _ in range(10):
-            which, number = self.rng.randrange(3), self.rng.randint(1, LARGEST)
+            which = self.rng.randrange(3)
+            number = self.rng.randint(1, LARGEST)
             factor = 1 + number % LARGEST_FACTOR
             other = (replace(lock, factor=factor), replace(lock, added=number), replace(lock, result=number))[which]
             results = [x * int(other.factor) + int(other.added) for x in range(LOW, HIGH + 1)]
@@ -288,8 +292,10 @@ class _Trace(Writer):
     def trial(self, x: int) -> bool:
         """Execution: one number → True if the text says that it fits. A slip is corrected at once or unnoticed."""
         assert self.current is not None
-        lock, rng = self.current, self.rng
-        c, d = int(lock.factor), int(lock.added)
+        lock = self.current
+        rng = self.rng
+        c = int(lock.factor)
+        d = int(lock.added)
         if x in RESTATED[self.problem.redundancy]:
             self.say(f"Still {lock.name} with {self.goal}.")
         product = shown = x * c
@@ -319,7 +325,8 @@ class _Trace(Writer):
 
     def doubt(self) -> None:
         """Write a doubt (transition) of a drawn kind; if that kind does not fit here, of the next kind that fits."""
-        drawn, at = self.rng.random(), 0
+        drawn = self.rng.random()
+        at = 0
         while drawn >= self.KINDS[at][0]:
             drawn -= self.KINDS[at][0]
             at += 1
@@ -332,7 +339,8 @@ class _Trace(Writer):
 
     def calculation(self, name: str) -> str:
         """A found number's lock and why it fits: `ved * 8 + 34 = 90, 7 * 8 = 56, 56 + 34 = 90`."""
-        lock, x = self.locks[name], self.known[name]
+        lock = self.locks[name]
+        x = self.known[name]
         c, d = lock.read(self.known)
         return f"{lock.text}, {x} * {c} = {x * c}, {x * c} + {d} = {x * c + d}"
 
@@ -364,8 +372,10 @@ class _Trace(Writer):
         """The last trial is calculated again, if it is the last line."""
         if self.current is None or not self.follows(("Try", "Now", "Carefully")):
             return False
-        lock, (x, shown) = self.current, self.last
-        c, d = int(lock.factor), int(lock.added)
+        lock = self.current
+        x, shown = self.last
+        c = int(lock.factor)
+        d = int(lock.added)
         if shown != x * c:  # an unnoticed slip stays unnoticed
             return False
         verdict = f"that is {lock.result}" if x * c + d == lock.result else f"not {lock.result}"

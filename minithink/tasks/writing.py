@@ -23,17 +23,15 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from typing import ClassVar
 
 MODULUS = 100
 
 # Three-letter names: consonant, vowel, consonant. English words are left out, because traces use them as words.
 _ENGLISH = {"for", "not", "now", "let", "get", "was", "yes", "but", "mod", "has", "him", "her", "his", "far", "sum"}
-NAMES = [
-    word
-    for i, word in enumerate(c + v + e for c in "bdfghjklmnprstvz" for v in "aeiou" for e in "bdgklmnprstvz")
-    if i % 4 == 0 and word not in _ENGLISH
-][:256]
+_SYLLABLES = map("".join, product("bdfghjklmnprstvz", "aeiou", "bdgklmnprstvz"))
+NAMES = [word for word in islice(_SYLLABLES, 0, None, 4) if word not in _ENGLISH][:256]
 
 
 class Definition(ABC):
