@@ -429,13 +429,15 @@ ENTRIES: Mapping[str, Entry] = {
 
 
 def _from_entry(name: str, split: str | None) -> list[Example]:
-    entry, split = ENTRIES[name], split or "test"
+    entry = ENTRIES[name]
+    split = split or "test"
     if split not in entry.files:
         raise UsageError(f"{name} has no split {quoted(split)}; there is {' and '.join(entry.files)}.")
     path = download(entry.repo, [entry.files[split]], kind="dataset") / entry.files[split]
     if not path.is_file():
         raise MinithinkError(f"The dataset {entry.repo} has no file {entry.files[split]} any more: update minithink.")
-    rows, examples = _rows([path]), []
+    rows = _rows([path])
+    examples = []
     for n, row in enumerate(rows, 1):
         question, answer = entry.read(row)
         id = row.get(entry.id) or f"{name}-{split}-{n}"
@@ -457,7 +459,10 @@ def _from_hub(name: str, split: str, grader: str) -> list[Example]:
         raise UsageError(
             f"{quoted(name)} with the split {quoted(split)}: a config and a split are words of a file's path."
         )
-    patterns = [f"*{'*'.join(order)}*{suffix}" for order in (words, words[::-1]) for suffix in FORMATS]
+    patterns = []
+    for order in (words, words[::-1]):
+        begin = f"*{'*'.join(order)}*"
+        patterns += [begin + suffix for suffix in FORMATS]
     folder = download(repo, patterns, kind="dataset")
     # Patterns know no words (test is in latest, too), and the cache may hold files of other calls.
     files = [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in FORMATS]

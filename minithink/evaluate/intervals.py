@@ -43,7 +43,8 @@ def bootstrap(
     """
     ordered = np.sort(np.asarray(values, np.float64))
     _, first, counts = np.unique(np.round(ordered, 12), return_index=True, return_counts=True)
-    distinct, n = ordered[first], len(values)
+    distinct = ordered[first]
+    n = len(values)
     if len(distinct) < 2:
         return None
     low, high = _quantiles(

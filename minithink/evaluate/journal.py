@@ -165,10 +165,10 @@ class Record:
         return cls(**{"right": None, **values})
 
 
-_KINDS = {
-    name: tuple(get_origin(one) or one for one in (get_args(kind) or (kind,)))
-    for name, kind in get_type_hints(Record).items()
-}
+_KINDS = {}
+for _name, _kind in get_type_hints(Record).items():
+    _members = get_args(_kind) or (_kind,)
+    _KINDS[_name] = tuple(get_origin(one) or one for one in _members)
 _OPTIONAL = ("right", "text", "budget_tokens", *SHARES, "counts", "losses")
 _WORDS = {
     bool: "true or false",
@@ -209,7 +209,8 @@ def read(folder: Path) -> Run:
     if not paths:
         raise UsageError(f"{folder} holds no results.jsonl: give a folder that an evaluation wrote.")
     settings, runs = _read_config(folder)
-    records, notes = list[Record](), list[str]()
+    records = list[Record]()
+    notes = list[str]()
     for path in paths:
         more, _, note = _read_lines(path)
         records += more
@@ -513,7 +514,8 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     path = folder / CONFIG
     try:
         config = files.loads(read_bytes(path).decode())
-        settings, runs = config["settings"], config["runs"]
+        settings = config["settings"]
+        runs = config["runs"]
         if not isinstance(settings, dict) or not isinstance(runs, list):
             raise TypeError("settings are an object and runs are a list")
         sources = settings.get(SOURCES, {})
@@ -558,7 +560,8 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
         raise UsageError(f"{path} cannot be read: {reason(error)}.") from None
     lines = data.split(b"\n")
     last = len(lines) if lines[-1] else len(lines) - 1
-    records, size = list[Record](), 0
+    records = list[Record]()
+    size = 0
     for number, line in enumerate(lines[:last], start=1):
         try:
             if number == len(lines):  # a line without an end may still look whole

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         dtype=args.dtype,
         backend=args.backend,
     )
-    runs, settings = [], dict[str, Any]()
+    runs = []
+    settings = dict[str, Any]()
     for size in args.batch_sizes:
         job = replace(Job.of(args), batch_size=size)
         evaluation = runner.Evaluation(engine, examples, job, [FULL])
@@ -94,13 +96,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         params = stream.sampler.params
         settings = evaluation.settings | {"batch_size": args.batch_sizes}
     margins = {s.number: draw_margins(engine, s, params) for s in runs[0]}
-    parted = [
-        p
-        for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True)
-        for p in partings(runs[0], other, size, margins)
-    ]
+    parted = []
+    for size, other in zip(args.batch_sizes[1:], runs[1:], strict=True):
+        parted += partings(runs[0], other, size, margins)
+    every_margin = [*chain.from_iterable(margins.values())]
     draws = sum(map(len, margins.values()))
-    near = sum(margin < NEAR for own in margins.values() for margin in own)
+    near = sum(margin < NEAR for margin in every_margin)
     print(
         f"{len(runs[0])} sequences, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
         f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}"
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             "draws": draws,
             "limit": NEAR,
             "near": near,
-            "smallest_margin": min((margin for own in margins.values() for margin in own), default=None),
+            "smallest_margin": min(every_margin, default=None),
             "parted": [p._asdict() for p in parted],
             "unexplained": unexplained,
         }

@@ -129,7 +129,8 @@ class DeviceMeter:
             self.sums[0, at] = count.double().mean((0, 2))
             self.sums[1, at] = (self.cache.store.bytes_of(at).sum(0) + self._state()).double()
             return
-        values, width = self._inputs(sequences), self.cache.store.lists.seen
+        values = self._inputs(sequences)
+        width = self.cache.store.lists.seen
         if width not in self._captured:
             self._captured[width] = loop.Captured(self._add, values, self.sums, self._pool)
         self._captured[width].replay(values)
@@ -152,7 +153,8 @@ class DeviceMeter:
 
     def _add(self, values: Tensor, sums: Tensor) -> None:
         """The captured part: count one more step of the rows that took part."""
-        active, count = values[ACTIVE].bool(), self.cache.store.lists.count  # [B], [Lt, B, Ht]
+        active = values[ACTIVE].bool()  # [B]
+        count = self.cache.store.lists.count  # [Lt, B, Ht]
         tokens = count.double().mean((0, 2))
         size = (self.cache.store.bytes_of().sum(0) + values[2]).double()
         lost = (count <= self.before).any(2).any(0)
@@ -213,7 +215,8 @@ class LedgerMeter:
             cache = self.cache.caches[s.number]
             size = cache.account(s.number).held
             if isinstance(cache, FullCache):
-                count, tokens = None, float(cache.held(s.number))
+                count = None
+                tokens = float(cache.held(s.number))
             else:
                 count = cache.store.lists.count.clone()
                 tokens = float(count.double().mean())
@@ -223,8 +226,10 @@ class LedgerMeter:
             x = self._sums[s.number]
             x.steps += 1
             x.evicting += count is not None and x.before is not None and bool((count <= x.before).any())
-            x.tokens, x.tokens_peak = x.tokens + tokens, max(x.tokens_peak, tokens)
-            x.size, x.size_peak = x.size + size, max(x.size_peak, size)
+            x.tokens = x.tokens + tokens
+            x.tokens_peak = max(x.tokens_peak, tokens)
+            x.size = x.size + size
+            x.size_peak = max(x.size_peak, size)
             x.before = count
 
     def take(self, sequences: Sequence[Track]) -> list[Held]:

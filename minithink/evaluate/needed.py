@@ -43,7 +43,8 @@ class NeededKept:
     """Watches the sequences of a stream; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
-        self.tokenizer, self._last_held = stream.loaded.tokenizer, LastHeld(stream)
+        self.tokenizer = stream.loaded.tokenizer
+        self._last_held = LastHeld(stream)
 
     def __call__(self, sequences: Sequence[Track]) -> None:
         self._last_held(sequences)
@@ -51,7 +52,8 @@ class NeededKept:
     def take(self, s: Track) -> dict[str, float | None]:
         """The shares of a sequence that has ended, as a Record names them. None: the text needs nothing, or has no
         complete line. The sequence is forgotten."""
-        pieces, prompt = self.tokenizer.pieces([*s.prompt, *s.tokens]), len(s.prompt)
+        pieces = self.tokenizer.pieces([*s.prompt, *s.tokens])
+        prompt = len(s.prompt)
         reading = read(question_in("".join(pieces[:prompt])) or "", pieces, prompt)
         left = left_from(self._last_held.take(s), len(pieces), prompt)
         _, kept, somewhere = needed_kept(reading, left, prompt)
@@ -97,9 +99,15 @@ def needed_kept(reading: Reading, left: Tensor, prompt: int, *, beyond_prompt: b
     needs = [n for n in reading.needs if not beyond_prompt or min(n.places) >= prompt]
     if not needs:
         return Needed(0, float("nan"), float("nan"))
-    device, lanes = left.device, left.shape[0]
-    place = torch.tensor([p for n in needs for p in n.places], device=device)
-    pair = torch.tensor([i for i, n in enumerate(needs) for _ in n.places], device=device)
+    device = left.device
+    lanes = left.shape[0]
+    places = list[int]()
+    pairs = list[int]()  # of each place, the need
+    for i, need in enumerate(needs):
+        places += need.places
+        pairs += [i] * len(need.places)
+    place = torch.tensor(places, device=device)
+    pair = torch.tensor(pairs, device=device)
     begin = torch.tensor([reading.statements[n.statement].start - prompt for n in needs], device=device)
     longest = torch.full((lanes, len(needs)), -1, dtype=left.dtype, device=device)  # until when a place was held
     longest.scatter_reduce_(1, pair.expand(lanes, -1), left[:, place], "amax")

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import log2
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,10 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Draw what the folders hold now."""
     runs = [read(folder) for folder in args.folders]
-    for note in (note for one in runs for note in one.notes):
+    for note in chain.from_iterable(one.notes for one in runs):
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
-    policies = [policy for one in runs for policy in one.settings.get("policies") or []]
-    budgets = [budget for one in runs for budget in one.settings.get("budgets") or []]
+    policies = list[str]()
+    budgets = list[Any]()
+    for one in runs:
+        policies += one.settings.get("policies") or []
+        budgets += one.settings.get("budgets") or []
     rows = summarize(join(runs), policies=policies, budgets=budgets)
     if not rows:
         folders = ", ".join(map(str, args.folders))
@@ -83,7 +86,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def unfinished(run: Run) -> str:
     """A sentence if a run lacks some of its sequences; "": it has all, or it is not known how many it has."""
-    there, counts = len(run.records), Counter((r.policy, r.budget) for r in run.records)
+    there = len(run.records)
+    counts = Counter((r.policy, r.budget) for r in run.records)
     totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
     total = totals[-1] if totals else None
     if type(total) is int and total < MOST:
@@ -106,7 +110,8 @@ def title_of(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """The dataset, split and number of problems, as far as they are known: "facts, test, 700 problems"."""
     counts = sorted({row.problems for row in rows if row.group is None})
     problems = " to ".join(f"{n:,}" for n in dict.fromkeys((counts[0], counts[-1])))
-    dataset, split = settings.get("dataset"), settings.get("split")
+    dataset = settings.get("dataset")
+    split = settings.get("split")
     if isinstance(dataset, str):
         parts = [Path(dataset).name] if is_file(dataset) else [dataset, str(split or "test")]
         parts = [_drawable(brief(part)) for part in parts]
@@ -208,10 +213,12 @@ def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
         looks[name] = {"color": COLORS[i % len(COLORS)], "marker": MARKERS[i % len(MARKERS)]}
     order = sorted(parts, key=lambda policy: policy != FULL)
     filled = ("full", "none", "left", "right")
-    return {
-        policy: looks[parts[policy][0]] | {"fillstyle": filled[comparisons.index(parts[policy][2]) % len(filled)]}
-        for policy in order
-    }
+    out = {}
+    for policy in order:
+        method, _, comparison = parts[policy]
+        fill = filled[comparisons.index(comparison) % len(filled)]
+        out[policy] = looks[method] | {"fillstyle": fill}
+    return out
 
 
 def _by_budget(rows: Sequence[Row], what: str) -> Figure:
@@ -225,7 +232,8 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         found = [(row, at) for row in rows if row.policy == policy and (at := _value(row, what)) is not None]
         if not found:
             continue
-        own, y = [row for row, _ in found], [at for _, at in found]
+        own = [row for row, _ in found]
+        y = [at for _, at in found]
         errors = _errors(own) if accuracy else None
         if own[0].budget is not None:
             aside = apart.get(policy, 1.0) if accuracy else 1.0

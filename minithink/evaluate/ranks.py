@@ -20,7 +20,8 @@ class Ranks:
     """This process among the ranks. Also a context manager."""
 
     def __init__(self) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
         if self.size > 1:  # gloo suffices: the processes only wait for each other
             torch.distributed.init_process_group("gloo", timeout=PATIENCE)
 
@@ -43,7 +44,8 @@ class Ranks:
     def in_turn(self, action: Callable[[], T]) -> T:
         """Run an action in the first process, then in the others → its result. If it fails in the first process, all
         processes end, and only the first one shows the error."""
-        out, error = None, None
+        out = None
+        error = None
         if not self.rank:
             try:
                 out = action()

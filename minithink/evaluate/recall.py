@@ -36,7 +36,8 @@ class Recall:
     """Notes the positions that the sequences of a stream hold; called after every forward pass (`Stream.on_step`)."""
 
     def __init__(self, stream: Stream) -> None:
-        self.loaded, self.cache = stream.loaded, stream.cache
+        self.loaded = stream.loaded
+        self.cache = stream.cache
         # sequence's number → position of the next query, positions that the lanes hold: int32 [Lt, Ht, S]
         self._held = defaultdict[int, list[tuple[int, Tensor]]](list)
 
@@ -84,7 +85,8 @@ def top_attended(loaded: Loaded, text: Sequence[int], queries: Sequence[int]) ->
     Returns:
         int64 [queries, L, Hkv, TOP], positions; fewer than TOP if a query has fewer tokens before it.
     """
-    at, top = torch.tensor(queries, device=loaded.device), list[Tensor]()  # of each layer [n, Hkv, count]
+    at = torch.tensor(queries, device=loaded.device)
+    top = list[Tensor]()  # of each layer [n, Hkv, count]
     own = (torch.arange(len(text), device=loaded.device) == at[:, None])[:, None]  # bool [n, 1, S]
     count = min(TOP, *queries)
 

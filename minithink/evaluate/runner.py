@@ -495,7 +495,9 @@ class Evaluation:
             if any(s.finish_reason == NON_FINITE for s in ended):
                 self._say_why_not_finite(stream)
             for s, held in zip(ended, measure.take(ended), strict=True):
-                shares = {name: x for watch in watches for name, x in watch.take(s).items()}
+                shares = dict[str, float | None]()
+                for watch in watches:
+                    shares |= watch.take(s)
                 yield self._record(stream, s, keys[s.number], held, seconds.take(s), shares)
 
     def _say_why_not_finite(self, stream: Stream) -> None:
@@ -515,7 +517,9 @@ class Evaluation:
         # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
         chosen = None if cell.policy == FULL else policy
         stream = self.engine.stream(self.prompts, policy=chosen, fixed=True, **self.drawing)
-        stream.ahead, stream.accounts = True, False  # the meter counts bytes, between two steps
+        # The meter counts bytes, between two steps.
+        stream.ahead = True
+        stream.accounts = False
         for s in stream.sequences:
             s.budget = own[s.prompt_index]
         if self.job.padded_budget is not None and policy.budget is not None:
@@ -531,7 +535,8 @@ class Evaluation:
     def _record(
         self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, shares: Mapping[str, Any]
     ) -> Record:
-        tokenizer, example = self.engine.tokenizer, self.examples[s.prompt_index]
+        tokenizer = self.engine.tokenizer
+        example = self.examples[s.prompt_index]
         stopped = bool(s.tokens) and s.tokens[-1] in stream.stop_ids
         text = tokenizer.decode(s.tokens[:-1] if stopped else s.tokens)
         # What a sequence writes while it still thinks is no answer.

@@ -74,7 +74,9 @@ class Recording:
         Raises:
             MinithinkError: the file cannot be written.
         """
-        self.path, self.number, self.said = path, number, ""  # said: what was recorded and what it cost, at the end
+        self.path = path
+        self.number = number
+        self.said = ""  # what was recorded and what it cost, at the end
         self._began = time.perf_counter()
         recorder = Recorder(path, stream.loaded.tokenizer, about=about, sequences=[number])
         self._open: tuple[Stream, Recorder] | None = (stream, recorder)
@@ -100,7 +102,8 @@ class Recording:
         """End the recording, when its sequence has ended or the run is interrupted. The stream's memory is let go."""
         if self._open is None:
             return
-        (stream, recorder), self._open = self._open, None
+        stream, recorder = self._open
+        self._open = None
         recorder.close()
         if isinstance(stream.cache, KVManager):
             stream.cache.recorder = None

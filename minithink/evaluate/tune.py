@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"--grid names {twice} twice: put all of its values behind one.")
     args.split = allowed(args.dataset, args.split, args.limit)
     points = grid(args.policy, args.grid)
-    args.policies, args.budgets = list(points), args.budget
+    args.policies = list(points)
+    args.budgets = args.budget
     with Ranks() as ranks:
         command = origin.command("minithink.evaluate", argv)
         rows = runner.evaluate(Job.of(args), args.output_dir, ranks, command=command, resume=args.resume)
@@ -118,7 +119,8 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
         )
     if split is not None and split not in SPLITS:
         raise UsageError(f"Nothing is ever tuned on the split {quoted(split)}: give --split {' or '.join(SPLITS)}.")
-    tests = {_words(problem.question) for family in families() for problem in load_problems("test", family)}
+    problems = chain.from_iterable(load_problems("test", family) for family in families())
+    tests = {_words(problem.question) for problem in problems}
     if found := sum(_words(example.question) in tests for example in load_dataset(dataset, split, limit)):
         raise UsageError(
             f"{dataset} holds {found} problems of an embedded test split: nothing is ever tuned on these."
@@ -141,8 +143,9 @@ def ranking(rows: Sequence[Row], points: dict[str, Any]) -> list[Row]:
 def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]], args: argparse.Namespace) -> str:
     """Write tuning.json and tuning.md → the table."""
     best = ranked[0]
-    table = [
-        {
+    table = []
+    for row in ranked:
+        point = {
             **points[row.policy],
             "policy": row.policy,
             "pass_at_1": row.pass_at_1,
@@ -151,8 +154,7 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
             "generated_mean": row.generated_mean,
             "problems": row.problems,
         }
-        for row in ranked
-    ]
+        table.append(point)
     head = {"dataset": args.dataset, "split": args.split, "budget": best.budget, "best": best.policy}
     header = ["", *next(iter(points.values())), "pass@1", "95 % interval", "KV mean", "tokens"]
     lines = [header, ["---"] * len(header)]
