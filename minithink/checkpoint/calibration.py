@@ -200,16 +200,15 @@ def wrong(values: Any, name: str) -> str:
         return "it does not say of which weights (checkpoint)"
     if name == FORESIGHT:
         texts = values.get("texts")
-        fits = isinstance(texts, list) and all(
-            isinstance(x, list) and len(x) == 3 and all(map(_are_ids, (*x[:2], x[2:]))) for x in texts
-        )
+        fits = isinstance(texts, list) and all(map(_is_text, texts))
         drawn = isinstance(settings := values.get("settings"), dict) and settings.keys() >= {*DRAWS}
         return "it has no texts with numbers" if not fits else "" if drawn else "it does not say how texts were drawn"
     if name == STEERING:
         return _wrong_vectors(values)
     if name.startswith("predictor"):
         return _wrong_weights(values["weights"])
-    layers, thresholds = values.get("layers"), values.get("thresholds")
+    layers = values.get("layers")
+    thresholds = values.get("thresholds")
     if not (isinstance(layers, list) and layers and all(type(n) is int and n >= 0 for n in layers)):
         return f"its layers are {quoted(layers)}"
     if not (isinstance(thresholds, list) and thresholds and all(_is_finite(x) for x in thresholds)):
@@ -232,12 +231,18 @@ def _wrong_vectors(values: Mapping[str, Any]) -> str:
 
 def _wrong_weights(weights: list[Any]) -> str:
     d = weights[0].shape[0] if weights and weights[0].dim() == 2 else 0
-    shapes, due = [tuple(x.shape) for x in weights], [(d, 2 * d), (2 * d, d // 2), (d // 2, 1)]
+    shapes = [tuple(x.shape) for x in weights]
+    due = [(d, 2 * d), (2 * d, d // 2), (d // 2, 1)]
     if not all(x.dtype in FLOATS for x in weights):
         return f"its weights are {', '.join(str(x.dtype).removeprefix('torch.') for x in weights)}"
     if d < 2 or shapes != due:
         return f"its weights have the shapes {shapes}, and d → 2d → d/2 → 1 is due"
     return "" if all(bool(x.isfinite().all()) for x in weights) else "some of its weights are no finite numbers"
+
+
+def _is_text(x: Any) -> bool:
+    """Three entries: the first two are lists of ids, the third is an id."""
+    return isinstance(x, list) and len(x) == 3 and all(map(_are_ids, (*x[:2], x[2:])))
 
 
 def _are_ids(x: Any) -> bool:

@@ -76,14 +76,18 @@ def tensors_of(decoder: Decoder) -> dict[str, Tensor]:
     The views have the checkpoint's shapes: a projection is [out, in] there and [in, out] here. So
     `view.copy_(tensor)` loads a tensor. On the meta device the views say which tensors a config calls for.
     """
-    c, f = decoder.config, decoder.config.intermediate_size
+    c = decoder.config
+    f = c.intermediate_size
     q = c.num_heads * c.head_dim
     kv = c.num_kv_heads * c.head_dim
     out: dict[str, Tensor | None] = {EMBED: decoder.embed}
     for i, b in enumerate(decoder.blocks):
         assert isinstance(b, Block)
-        layer, attn, mlp = f"model.layers.{i}.", f"model.layers.{i}.self_attn.", f"model.layers.{i}.mlp."
-        bias, norm = b.qkv_bias, b.qk_norm
+        layer = f"model.layers.{i}."
+        attn = f"model.layers.{i}.self_attn."
+        mlp = f"model.layers.{i}.mlp."
+        bias = b.qkv_bias
+        norm = b.qk_norm
         out |= {
             layer + "input_layernorm.weight": b.attn_norm,
             attn + "q_proj.weight": b.qkv[:, :q].t(),
@@ -214,7 +218,8 @@ def save_checkpoint(
     Raises:
         MinithinkError: the folder cannot be written.
     """
-    folder, dtype = Path(folder), dtype or decoder.embed.dtype
+    folder = Path(folder)
+    dtype = dtype or decoder.embed.dtype
     views = tensors_of(decoder)
     sizes = {name: view.numel() * dtype.itemsize for name, view in views.items()}
     shards: list[list[str]] = [[]]
@@ -225,7 +230,9 @@ def save_checkpoint(
     of = len(shards)
     names = [SINGLE] if of == 1 else [f"model-{i:05}-of-{of:05}.safetensors" for i in range(1, of + 1)]
     config = replace(decoder.config, dtype=str(dtype).removeprefix("torch.")).to_dict() | (extra_config or {})
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    weight_map = dict[str, str]()
+    for file, shard in zip(names, shards, strict=True):
+        weight_map |= dict.fromkeys(shard, file)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -384,7 +391,8 @@ def _weight_files(folder: Path) -> dict[Path, set[str] | None]:
         pickled = any(folder.glob("pytorch_model*.bin"))
         why = "only pickled weights, which can run code and are not read" if pickled else "no weights"
         raise MinithinkError(f"{folder} has {why}: minithink reads {SINGLE} or {INDEX} with its shards.")
-    where, weight_map = folder / INDEX, read_json(folder / INDEX).get("weight_map")
+    where = folder / INDEX
+    weight_map = read_json(where).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise MinithinkError(f"{where} has no weight_map from tensors to files: download it again.")
     files: dict[Path, set[str] | None] = {}
@@ -433,10 +441,11 @@ def header(path: Path) -> Iterator[Entry]:
                 raise ValueError(f"the file has {size} bytes and its header claims {length}")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        tensors = [
-            (name, str(t["dtype"]), tuple(map(int, t["shape"])), 8 + length + int(t["data_offsets"][1]))
-            for name, t in header.items()
-        ]
+        tensors = []
+        for name, t in header.items():
+            shape = tuple(map(int, t["shape"]))
+            end = 8 + length + int(t["data_offsets"][1])
+            tensors.append((name, str(t["dtype"]), shape, end))
     except OSError as error:
         raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
