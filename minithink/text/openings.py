@@ -62,12 +62,16 @@ class Thought(NamedTuple):
 
 def sentences(pieces: Sequence[str]) -> list[Sentence]:
     """The lines of a text, given as the texts of its tokens; a blank line belongs to the line before it."""
-    out, start, fresh, of_tokens = list[Sentence](), 0, True, thoughts.kinds(pieces)
+    out = list[Sentence]()
+    start = 0
+    fresh = True
+    of_tokens = thoughts.kinds(pieces)
     for i, piece in enumerate(pieces):
         if "\n" not in piece and i + 1 < len(pieces):
             continue
         out.append(Sentence(start, i + 1, NAMES[of_tokens[start]], fresh and start > 0))
-        start, fresh = i + 1, "\n\n" in piece
+        start = i + 1
+        fresh = "\n\n" in piece
     return out
 
 

@@ -67,12 +67,16 @@ def table(vocabulary: tuple[bytes, ...], keywords: tuple[str, ...] = KEYWORDS) -
 def automaton(keywords: Sequence[str]) -> tuple[Tensor, Tensor]:
     """The automaton over bytes: the next state, uint8 [states, 256]; whether the byte confirms a keyword, bool
     [states, 256]. ValueError: the keywords have more than 30 different beginnings."""
-    heads = ["", *sorted({word[: n + 1] for word in keywords for n in range(len(word))})]
+    beginnings = set[str]()
+    for word in keywords:
+        beginnings |= {word[: n + 1] for n in range(len(word))}
+    heads = ["", *sorted(beginnings)]
     number = {head: 0 if not head else i + 1 for i, head in enumerate(heads)}  # 1 is INSIDE
     states = len(heads) + 1
     if states > STATE + 1:
         raise ValueError(f"the keywords have {states - 2} different beginnings, and there is room for {STATE - 1}")
-    step, found = torch.zeros(states, 256, dtype=torch.uint8), torch.zeros(states, 256, dtype=torch.bool)
+    step = torch.zeros(states, 256, dtype=torch.uint8)
+    found = torch.zeros(states, 256, dtype=torch.bool)
     for byte in range(256):
         if re.match(rb"\w", bytes([byte])):  # bytes are matched by ASCII
             step[:, byte] = INSIDE

@@ -16,7 +16,8 @@ class Stage:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self.open, self.close = tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
+        self.open = tokenizer.id_of(OPEN)
+        self.close = tokenizer.id_of(CLOSE)
         self.tail = ""
         self.name = "think" if tokenizer.decode(prompt).rstrip().endswith(OPEN) else "answer"
 
@@ -24,7 +25,8 @@ class Stage:
         """The stage of the next token, whose text is `piece`."""
         if self.open is None or self.close is None:
             self.tail = self.tail[-len(CLOSE) + 1 :] + piece
-            opens, closes = self.tail.rfind(OPEN), self.tail.rfind(CLOSE)
+            opens = self.tail.rfind(OPEN)
+            closes = self.tail.rfind(CLOSE)
             if opens > closes:
                 self.name = "think"
             if closes <= opens:
@@ -40,7 +42,8 @@ class Stage:
 
 def count_thinking(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> int:
     """How many of the generated tokens belong to the thinking."""
-    stage, put = Stage(tokenizer, prompt), tokenizer.stream().put
+    stage = Stage(tokenizer, prompt)
+    put = tokenizer.stream().put
     if stage.open is not None and stage.close is not None:  # their texts are not looked at
         return sum(stage.put(token, "") == "think" for token in tokens)
     return sum(stage.put(token, put(token)) == "think" for token in tokens)
@@ -53,5 +56,6 @@ def split_thinking(text: str, inside: bool) -> tuple[str, str]:
         return "", text
     thinking, closed, after = rest.rpartition(CLOSE)
     if not closed or OPEN in after:  # it thinks still, perhaps again
-        thinking, after = rest, ""
+        thinking = rest
+        after = ""
     return thinking.removeprefix(OPEN).strip(), (before + after).strip()

@@ -88,19 +88,24 @@ def kinds(pieces: Sequence[str]) -> list[int]:
     """The type of every token of a text. pieces: their texts, which joined are the text."""
     text = "".join(pieces)
     of_character = list[int]()
-    now, doubting, fresh = REASONING, False, True  # fresh: a paragraph begins
+    now = REASONING
+    doubting = False
+    fresh = True  # a paragraph begins
     for found in SENTENCE.finditer(text):
         sentence = found[0]
         if not sentence:
             continue
         if sentence.strip():
             if fresh:
-                now, doubting, fresh = REASONING, False, False
+                now = REASONING
+                doubting = False
+                fresh = False
             doubting = doubting or bool(_TRANSITION.match(sentence))
             now = TRANSITION if doubting else _kind(sentence, now)
         fresh = fresh or "\n\n" in text[max(0, found.end() - 2) : found.end()]
         of_character += [now] * len(sentence)
-    out, at = list[int](), 0
+    out = list[int]()
+    at = 0
     for piece in pieces:
         at += len(piece)
         # the last character says: a token may begin with the space behind the sentence before
