@@ -89,8 +89,18 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "analysis": ("stream", "engine", "results.record"),
     "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
     "train": (),
+    "models": (),
     "bench": ("stream", "engine", "results.record", "evaluate"),
-    "__main__": ("generate", "evaluate", "trace", "calibrate", "analysis", "train", "bench"),  # it starts commands
+    "__main__": (
+        "generate",
+        "evaluate",
+        "trace",
+        "calibrate",
+        "analysis",
+        "train",
+        "models",
+        "bench",
+    ),  # its commands
 }
 # what the model and the cache must not know: the registered policies, and the methods that the design names
 METHODS = set(

@@ -126,21 +126,21 @@ def _their_name(name: str) -> str:
 # Types of numbers ------------------------------------------------------------------------------------------------
 
 
-def _package() -> Any:
-    """The package gguf."""
+def package() -> Any:
+    """The package gguf. MinithinkError: it is not installed."""
     try:
         import gguf
         import gguf.quants
     except ImportError:
         raise MinithinkError(
-            "A GGUF file needs the package gguf, which is not installed: pip install 'gguf>=0.17'."
+            "A GGUF file needs the package gguf, which is not installed: pip install 'gguf>=0.18'."
         ) from None
     return gguf
 
 
 def _check_types(tensors: Iterable[StoredTensor]) -> None:
     """Refuse types that the package does not dequantize, and rows that are no whole number of blocks."""
-    gguf = _package()
+    gguf = package()
     known = set[int]()
     for tensor in tensors:
         try:
@@ -167,7 +167,7 @@ def _check_types(tensors: Iterable[StoredTensor]) -> None:
 
 def _bytes_of(tensor: StoredTensor) -> np.ndarray:
     """The bytes of a tensor, row by row: [rows, bytes of a row] uint8. A vector has one number a row."""
-    gguf = _package()
+    gguf = package()
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.kind)]
     numbers = prod(tensor.shape)
     content = bytes_at(tensor, numbers // block * size)
@@ -182,7 +182,7 @@ def _copy(tensor: StoredTensor, view: Tensor, order: np.ndarray | None) -> None:
         view: where it goes, in the tensor's shape.
         order: row of the view → row of the tensor; None: the same.
     """
-    gguf = _package()
+    gguf = package()
     kind = gguf.GGMLQuantizationType(tensor.kind)
     content = _bytes_of(tensor)
     rows = len(content)

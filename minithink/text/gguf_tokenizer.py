@@ -112,7 +112,8 @@ def _kinds(fields: Mapping[str, Any], count: int) -> list[int]:
 def _vocabulary(
     tokens: list[str], kinds: list[int], merges: list[str]
 ) -> tuple[dict[str, int], list[dict[str, Any]]]:
-    """The vocabulary, and the added tokens, which belong to it only if a merge needs them."""
+    """The vocabulary, and the added tokens. An added token is in the vocabulary, too, if a merge needs it, or if it
+    stands before other tokens: else the package `tokenizers`, which may read this, would number it anew."""
     merged = set[str]()
     for merge in merges:
         left, _, right = merge.partition(" ")
@@ -120,6 +121,8 @@ def _vocabulary(
     vocab: dict[str, int] = {}
     added: list[dict[str, Any]] = []
     known: dict[str, int] = {}
+    special = (CONTROL, USER_DEFINED, UNUSED)
+    last = max((id for id, kind in enumerate(kinds) if kind not in special), default=-1)
     for id, (token, kind) in enumerate(zip(tokens, kinds, strict=True)):
         if kind == UNUSED:
             continue
@@ -129,7 +132,7 @@ def _vocabulary(
         is_added = kind in (CONTROL, USER_DEFINED)
         if is_added:
             added.append(_added(token, id, special=kind == CONTROL))
-        if not is_added or token in merged:
+        if not is_added or token in merged or id < last:
             vocab[token] = id
     return vocab, added
 

