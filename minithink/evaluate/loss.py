@@ -21,8 +21,8 @@ from minithink.cli.commands import INTERRUPTED, SCHEDULES, location, natural, po
 from minithink.cli.models import add_model_arguments, model_name
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
-from minithink.evaluate import loss_summary
-from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read
+from minithink.evaluate import loss_plots, loss_summary
+from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
@@ -40,7 +40,7 @@ from minithink.stream import Stream
 LENGTH = 1536  # tokens of a text
 HELP = (
     "The full cache is always run, too, because the others are compared with it. Written to DIR: config.json, a "
-    "line of results.jsonl for each text and policy, and results.json."
+    "line of results.jsonl for each text and policy, results.json, and pictures if matplotlib is there."
 )
 
 
@@ -106,8 +106,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     rows = measure(args, origin.command("minithink.evaluate", argv))
     if rows is None:
         return INTERRUPTED
+    settings = settings_of(args.output_dir)
+    paths = [loss_summary.write(args.output_dir, rows, settings)]
+    try:
+        paths += loss_plots.draw(rows, args.output_dir, title_of(settings))
+    except MinithinkError as error:
+        _say(f"no plots: {error}")
     loss_summary.show(rows)
-    _say(f"written to {args.output_dir}: {loss_summary.RESULTS}")
+    _say(f"written to {args.output_dir}: {', '.join(path.name for path in paths)}")
     return 0
 
 
@@ -168,9 +174,14 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
             f"The logits of all {len(records):,} texts were not finite, so there is nothing to sum up: try another "
             "--dtype or another checkpoint."
         )
-    rows = loss_summary.summarize(records, args.seed, settings["policies"])
-    loss_summary.write(folder, rows, settings)
-    return rows
+    return loss_summary.summarize(records, args.seed, settings["policies"])
+
+
+def title_of(settings: dict[str, Any]) -> str:
+    """What stands above a picture: "stdlib, 20 texts of up to 1,536 tokens"."""
+    count = len(settings["texts"])
+    texts = "text" if count == 1 else "texts"
+    return f"{escaped(settings['dataset'])}, {count} {texts} of up to {settings['length']:,} tokens"
 
 
 def cells_of(args: argparse.Namespace) -> list[Cell]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from minithink.cli.commands import location
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import is_file
-from minithink.evaluate.journal import MOST, Run, brief, join, read
+from minithink.evaluate.journal import INSTRUMENT, MOST, Run, brief, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
 from minithink.results.figures import need_matplotlib, write_svg
 
@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Draw what the folders hold now."""
     runs = [read(folder) for folder in args.folders]
+    for one in runs:
+        if INSTRUMENT in one.settings:
+            raise UsageError(
+                f"{one.folder} holds losses of texts, which `evaluate loss` draws itself: give its command with "
+                "--resume to draw them again."
+            )
     for note in chain.from_iterable(one.notes for one in runs):
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
     policies = list[str]()
@@ -134,7 +140,7 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
     """
     rows = [row for row in rows if row.group is None]
     paths = []
-    with _settings():
+    with own_settings():
         figures: dict[str, Figure] = {}
         graded = [row for row in rows if row.pass_at_1 is not None]
         if graded:
@@ -162,7 +168,7 @@ def draw_one(rows: Sequence[Row], what: str, path: Path) -> None:
         MinithinkError: as in `draw`.
     """
     rows = [row for row in rows if row.group is None]
-    with _settings():
+    with own_settings():
         write_svg(_by_bytes(rows) if what == "bytes" else _by_budget(rows, what), path, "--plot")
 
 
@@ -184,7 +190,7 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def own_settings() -> Iterator[None]:
     """matplotlib's defaults with RC, for a block; the user's own settings return afterwards."""
     matplotlib = need_matplotlib()
     with matplotlib.rc_context():
@@ -193,19 +199,19 @@ def _settings() -> Iterator[None]:
         yield
 
 
-def _figure(rows: Sequence[Row]) -> tuple[Figure, Axes]:
+def figure_of(policies: Sequence[str]) -> tuple[Figure, Axes]:
     """A figure with room for a legend below the axes, where it covers nothing."""
     from matplotlib.figure import Figure
 
-    lines = len(_styles(rows)) + 1
+    lines = len(styles_of(policies)) + 1
     figure = Figure(figsize=(7, 4 + 0.2 * lines), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def _styles(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """How each policy is drawn, in the order of the rows. The full cache is grey. If several comparisons share the
+def styles_of(policies: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How each policy is drawn, in their order. The full cache is grey. If several comparisons share the
     picture (`window, card`), a policy looks alike in each, but in the second one its markers are hollow."""
-    parts = {policy: policy.partition(", ") for policy in dict.fromkeys(row.policy for row in rows)}
+    parts = {policy: policy.partition(", ") for policy in dict.fromkeys(policies)}
     comparisons = list(dict.fromkeys(comparison for _, _, comparison in parts.values()))
     others = [name for name in dict.fromkeys(name for name, _, _ in parts.values()) if name != FULL]
     looks = {FULL: {"color": GREY, "marker": "|" if len(comparisons) == 1 else "p"}}
@@ -225,10 +231,10 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
     """One line for each policy. A policy without a budget is a line across the picture, `full` with its interval as a
     band. what: the value that is drawn (`_value`); rows without it are left out."""
     accuracy = what == "accuracy"
-    figure, axis = _figure(rows)
+    figure, axis = figure_of([row.policy for row in rows])
     budgets = sorted({row.budget for row in rows if row.budget is not None})
     apart = _apart([row.policy for row in rows if row.budget is not None], budgets)
-    for policy, style in _styles(rows).items():
+    for policy, style in styles_of([row.policy for row in rows]).items():
         found = [(row, at) for row in rows if row.policy == policy and (at := _value(row, what)) is not None]
         if not found:
             continue
@@ -238,11 +244,11 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         if own[0].budget is not None:
             aside = apart.get(policy, 1.0) if accuracy else 1.0
             x: list[Any] = [row.budget * aside for row in own if row.budget is not None]
-            axis.errorbar(x, y, yerr=errors, label=_label(policy), capsize=3, markersize=6, linewidth=1.5, **style)
+            axis.errorbar(x, y, yerr=errors, label=label_of(policy), capsize=3, markersize=6, linewidth=1.5, **style)
             continue
         axis.axhline(
             y[0],
-            label=_label(policy),
+            label=label_of(policy),
             linestyle="-" if policy == FULL else "--",
             linewidth=1.5,
             markevery=[0, 1],
@@ -264,7 +270,7 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
     else:
         axis.set_ylabel(LABELS[what])
         axis.set_ylim(bottom=0)
-    _legend(figure)
+    add_legend(figure)
     return figure
 
 
@@ -291,15 +297,15 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     rows = [row for row in rows if row.kv_bytes_peak > 0]
-    figure, axis = _figure(rows)
-    for policy, style in _styles(rows).items():
+    figure, axis = figure_of([row.policy for row in rows])
+    for policy, style in styles_of([row.policy for row in rows]).items():
         own = sorted((row for row in rows if row.policy == policy), key=lambda row: row.kv_bytes_peak)
         style = style | ({"marker": "p"} if policy == FULL else {})
         axis.errorbar(
             [row.kv_bytes_peak for row in own],
             [100 * row.accuracy[0] for row in own],
             yerr=_errors(own),
-            label=_label(policy),
+            label=label_of(policy),
             capsize=3,
             markersize=6,
             linewidth=1,
@@ -329,7 +335,7 @@ def _by_bytes(rows: Sequence[Row]) -> Figure:
     axis.minorticks_off()
     axis.set_xlabel("peak of the KV cache, bytes a sequence")
     axis.set_ylabel("pass@1, % (95 % interval)")
-    _legend(figure)
+    add_legend(figure)
     return figure
 
 
@@ -344,7 +350,7 @@ def _errors(rows: Sequence[Row]) -> list[list[float]]:
     return [below, above]
 
 
-def _label(policy: str) -> str:
+def label_of(policy: str) -> str:
     """A policy in a legend: without characters that no SVG may hold, and of bounded length."""
     return _drawable(brief(policy) if len(policy) > LONGEST_LABEL else escaped(policy))
 
@@ -354,6 +360,6 @@ def _drawable(text: str) -> str:
     return text.replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd")
 
 
-def _legend(figure: Figure) -> None:
+def add_legend(figure: Figure) -> None:
     """Put a legend below the axes, in one column, because a policy's text can be long."""
     figure.legend(loc="outside lower left")

@@ -18,7 +18,7 @@ import torch
 import minithink.loop as loop_module
 from minithink.engine import load
 from minithink.errors import NON_FINITE, UsageError
-from minithink.evaluate import texts
+from minithink.evaluate import loss_plots, texts
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Record, read
 from minithink.evaluate.loss_summary import BAND, distance, summarize
@@ -30,9 +30,16 @@ from tests.test_loop import Launched
 
 torch.set_num_threads(1)
 
+DRAW = loss_plots.draw
 WORDS = ("Alpha sits left of Bravo. ", "Who sits third from the left? ", "12 34 äöü € ")
 POLICIES = "window,rkv:budget=20,buffer=4,alpha=4,kivi:group=16,residual=16"
 PROMPT, LENGTH = 9, 90
+
+
+@pytest.fixture(autouse=True)
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw none, which takes a second."""
+    monkeypatch.setattr(loss_plots, "draw", lambda rows, folder, title: [])
 
 
 @pytest.fixture
@@ -240,6 +247,36 @@ def test_folders_and_lines_without_texts(tmp_path: Path) -> None:
             read_texts(str(path), length=9)
     with pytest.raises(UsageError, match=r"source files of .* bytes, and 20 texts are wanted"):
         read_texts("stdlib", length=10**7)
+
+
+# -- pictures
+
+
+def test_pictures_of_losses(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(loss_plots, "draw", DRAW)
+    assert main(words(model, folder, tmp_path, policies="window,kivi:group=16,residual=16", budgets="0.4,0.6")) == 0
+    names = {"loss-by-bytes.svg", "loss-by-position.svg", "loss-by-tokens.svg"}
+    assert {path.name for path in tmp_path.glob("*.svg")} == names
+    for path in tmp_path.glob("*.svg"):
+        said = path.read_text()
+        assert ">texts, 3 texts of up to 90 tokens<" in said
+        assert ">kivi:group=16,residual=16<" in said
+    assert ">window at 60 %<" in (tmp_path / "loss-by-position.svg").read_text()
+    before = (tmp_path / "loss-by-tokens.svg").read_bytes()
+    (tmp_path / "loss-by-tokens.svg").unlink()
+    assert main(words(model, folder, tmp_path, policies="window,kivi:group=16,residual=16", budgets="0.4,0.6",
+                      resume=True)) == 0  # fmt: skip
+    assert (tmp_path / "loss-by-tokens.svg").read_bytes() == before
+    capsys.readouterr()
+    assert main(["plot", str(tmp_path)]) == 2
+    assert "which `evaluate loss` draws itself" in capsys.readouterr().err
+
+
+def test_the_full_cache_alone_has_no_picture(tmp_path: Path) -> None:
+    assert DRAW(summarize([record("full", "a", [1.0])]), tmp_path) == []
 
 
 # -- the summary

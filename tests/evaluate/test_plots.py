@@ -67,7 +67,7 @@ def test_markers_and_colours_tell_policies_apart() -> None:
     assert len(set(COLORS)) == len(COLORS)
     assert len(set(MARKERS)) == len(MARKERS)
     rows = summarize([record(policy=f"p{i:02}") for i in range(len(COLORS) * len(MARKERS))])
-    styles = [tuple(style.values()) for style in plots._styles(rows).values()]
+    styles = [tuple(style.values()) for style in plots.styles_of([row.policy for row in rows]).values()]
     assert len(set(styles)) == len(COLORS) * len(MARKERS)
     assert len({marker for _, marker, _ in styles[: len(MARKERS)]}) == len(MARKERS), "without colours, too"
 
@@ -75,7 +75,7 @@ def test_markers_and_colours_tell_policies_apart() -> None:
 def test_a_policy_looks_alike_in_two_comparisons_but_hollow_in_the_second() -> None:
     pytest.importorskip("matplotlib")
     names = ["full, one", "window:sinks=4,buffer=2, one", "full, two", "window:sinks=4,buffer=2, two", "kivi, two"]
-    styles = plots._styles(summarize([record(policy=name) for name in names]))
+    styles = plots.styles_of(names)
     assert styles["window:sinks=4,buffer=2, one"]["fillstyle"] == styles["full, one"]["fillstyle"] == "full"
     for name in ("full", "window:sinks=4,buffer=2"):
         assert styles[f"{name}, two"] == styles[f"{name}, one"] | {"fillstyle": "none"}
@@ -112,7 +112,7 @@ def test_pictures_are_the_same_every_time(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_drawn() -> None:
     pytest.importorskip("matplotlib")
     rows = [replace(r, pass_at_1_low=0.7, pass_at_1_high=0.9) for r in summarize(results()) if r.group is None]
-    with plots._settings():
+    with plots.own_settings():
         [axis] = plots._by_budget(rows, "accuracy").axes
         [length] = plots._by_budget(rows, "length").axes
         [bytes_axis] = plots._by_bytes(rows).axes
@@ -190,7 +190,7 @@ def test_shares_are_drawn_where_they_were_measured(what: str, name: str, tmp_pat
     rows = [replace(r, **{name: found.get(r.policy)}) for r in summarize(results()) if r.group is None]
     drawn = {path.stem for path in draw(rows, tmp_path)}
     assert {f"{x}-by-budget" for x in ("recall", "needed")} & drawn == {f"{what}-by-budget"}
-    with plots._settings():
+    with plots.own_settings():
         [axis] = plots._by_budget(rows, what).axes
         [other] = plots._by_budget(rows, "length").axes
     [line] = axis.containers
@@ -206,7 +206,7 @@ def test_shares_are_drawn_where_they_were_measured(what: str, name: str, tmp_pat
 def test_the_legend_covers_no_data() -> None:
     pytest.importorskip("matplotlib")
     rows = [r for r in summarize(results()) if r.group is None]
-    with plots._settings():
+    with plots.own_settings():
         for figure in (plots._by_bytes(rows), plots._by_budget(rows, "accuracy"), plots._by_budget(rows, "length")):
             figure.draw_without_rendering()
             legend = figure.legends[0].get_window_extent()
@@ -320,7 +320,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (damaged / "results.jsonl").write_text("".join(["x\n", *lines[1:]]))
     for argv, said in [
         ([], "required"),
-        (["draw"], "There is no command 'draw'; there are plot, tune, margins"),
+        (["draw"], "There is no command 'draw'; there are loss, plot, tune, margins"),
         (["plot"], "required: DIR"),
         (["plot", str(good), "--x"], "there is no option --x"),
         (["plot", str(tmp_path / "none")], "none is no folder"),
