@@ -30,10 +30,20 @@ STORAGES = {
 
 
 def filled(
-    storage: Storage, scope: Scope, lengths: list[int], *, layers: int = 1, kv_heads: int = 2, group: int = 2,
-    dim: int = 64, dtype: torch.dtype = torch.float32, steps: int = 20, keep: float = 0.7, seed: int = 0,
+    storage: Storage,
+    scope: Scope,
+    lengths: list[int],
+    *,
+    layers: int = 1,
+    kv_heads: int = 2,
+    group: int = 2,
+    dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 20,
+    keep: float = 0.7,
+    seed: int = 0,
     spread: float = 1.0,
-) -> PagedStore:  # fmt: skip
+) -> PagedStore:
     """A store that has read prompts of these lengths (0: an empty row), dropped some tokens, and generated more.
 
     Args:

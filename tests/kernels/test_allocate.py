@@ -45,10 +45,25 @@ class Lists:
         t = self.table
         slots = torch.tensor(t.per_page, dtype=torch.int32, device=DEVICE)
         return operation(
-            t.live, t.taken, t.filled, t.thought, t.format, t.page, t.free_pages.stack, t.free_pages.top, self.place,
-            self.count, wishes.at, wishes.active, wishes.thought, wishes.formats, slots, self.overflow, size,
+            t.live,
+            t.taken,
+            t.filled,
+            t.thought,
+            t.format,
+            t.page,
+            t.free_pages.stack,
+            t.free_pages.top,
+            self.place,
+            self.count,
+            wishes.at,
+            wishes.active,
+            wishes.thought,
+            wishes.formats,
+            slots,
+            self.overflow,
+            size,
             self.shape.sharing,
-        )  # fmt: skip
+        )
 
     def drop(self, share: float, generator: torch.Generator) -> None:
         """Forget a share of the tokens, which all have slots."""
@@ -168,11 +183,17 @@ def small_blocks(patch: pytest.MonkeyPatch, block: int, units: int) -> None:
         st.tuples(st.sampled_from([1, 1, 2, 5, 8]), st.sampled_from([0.0, 0.0, 0.5, 1.0])), min_size=2, max_size=4
     ),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_equals_the_block_table(
-    sizes: tuple[int, int, int], scope: Scope, slots: tuple[int, ...], formats: int, thoughts: int,
-    blocks: tuple[int, int], steps: list[tuple[int, float]], seed: int,
-) -> None:  # fmt: skip
+    sizes: tuple[int, int, int],
+    scope: Scope,
+    slots: tuple[int, ...],
+    formats: int,
+    thoughts: int,
+    blocks: tuple[int, int],
+    steps: list[tuple[int, float]],
+    seed: int,
+) -> None:
     """Pages with holes and without, tables with holes, rows that are not due, one token and several."""
     generator = torch.Generator().manual_seed(seed)
     every = {name: Lists(sizes, scope, 300, slots, 40) for name in ("want", *OPERATIONS)}
@@ -209,9 +230,14 @@ def test_equals_the_block_table(
     seed=st.integers(0, 2**31),
 )
 def test_no_room(
-    sizes: tuple[int, int, int], pages: int, width: int, slots: tuple[int, ...], units: int,
-    sizes_of_steps: list[int], seed: int,
-) -> None:  # fmt: skip
+    sizes: tuple[int, int, int],
+    pages: int,
+    width: int,
+    slots: tuple[int, ...],
+    units: int,
+    sizes_of_steps: list[int],
+    seed: int,
+) -> None:
     """Too few pages, or columns: the first in the order of the units get what there is, and the flag says it."""
     generator = torch.Generator().manual_seed(seed)
     every = {name: Lists(sizes, "head", pages, slots, width) for name in OPERATIONS}

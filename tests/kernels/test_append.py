@@ -123,9 +123,16 @@ def check(
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
-    name: str, scope: Scope, lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype, spread: float,
-    layer: int, seed: int,
-) -> None:  # fmt: skip
+    name: str,
+    scope: Scope,
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    spread: float,
+    layer: int,
+    seed: int,
+) -> None:
     """Any formats and scopes, several at once, some of the rows in any order, slots used again."""
     living = [row for row, length in enumerate(lengths) if length]
     assume(living)

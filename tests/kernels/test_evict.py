@@ -165,15 +165,21 @@ def drops(kind: str, store: PagedStore, generator: torch.Generator, everywhere: 
     blocks=st.sampled_from([32, 64]),
     steps=st.lists(
         st.sampled_from(["none", "few", "some", "most", "all", "oldest", "newest", "append", "append", "clear"]),
-        min_size=3, max_size=7,
+        min_size=3,
+        max_size=7,
     ),
     fixed=st.booleans(),
     seed=st.integers(0, 2**31),
-)  # fmt: skip
+)
 def test_equals_the_store(
-    name: str, sizes: tuple[int, int, int], scope: Scope, blocks: int, steps: list[str], fixed: bool,
+    name: str,
+    sizes: tuple[int, int, int],
+    scope: Scope,
+    blocks: int,
+    steps: list[str],
+    fixed: bool,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     """Lists of several blocks and of none, tokens in a buffer, empty pages, rows that are done and start again."""
     generator = torch.Generator().manual_seed(seed)
     options = {"columns": 90} if fixed else {"width": 1 + seed % 20}

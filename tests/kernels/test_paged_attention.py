@@ -57,16 +57,34 @@ CUTS: dict[str, dict[str, Any]] = {
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
-    name: str, scope: Scope, lengths: list[int], heads: tuple[int, int], dim: int, group: str | None,
-    dtype: torch.dtype, spread: float, some: bool, cut: str, seed: int,
-) -> None:  # fmt: skip
+    name: str,
+    scope: Scope,
+    lengths: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    group: str | None,
+    dtype: torch.dtype,
+    spread: float,
+    some: bool,
+    cut: str,
+    seed: int,
+) -> None:
     """Every format in any scope, empty lanes, slots used again, NaN in every slot that is free; lanes cut as many
     are, as few are, or as very long ones."""
     kv_heads, g = heads
     store = filled(
-        STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, group=g, dim=dim, dtype=dtype, steps=9,
-        seed=seed, spread=spread,
-    )  # fmt: skip
+        STORAGES[name],
+        scope,
+        lengths,
+        layers=2,
+        kv_heads=kv_heads,
+        group=g,
+        dim=dim,
+        dtype=dtype,
+        steps=9,
+        seed=seed,
+        spread=spread,
+    )
     rows = torch.tensor([len(lengths) - 1, 0][: len(lengths)], device=DEVICE) if some else None
     n = len(lengths) if rows is None else len(rows)
     q = torch.randn(n, kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
@@ -204,9 +222,12 @@ def _length_of(p_out, p_count, C: tl.constexpr):
 
 
 @given(
-    base=st.sampled_from([16, 128, 256, 512]), short=st.sampled_from([16, 1024]), even=st.sampled_from([16, 128]),
-    most=st.integers(1, 50_000), share=st.floats(0, 1),
-)  # fmt: skip
+    base=st.sampled_from([16, 128, 256, 512]),
+    short=st.sampled_from([16, 1024]),
+    even=st.sampled_from([16, 128]),
+    most=st.integers(1, 50_000),
+    share=st.floats(0, 1),
+)
 @example(128, 1024, 128, 300, 0.0)  # an empty lane: its parts have a length, which is divided by
 def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int, share: float) -> None:
     """Of any lane that holds at most as many tokens as the longest may; and parts are whole blocks, equally long."""

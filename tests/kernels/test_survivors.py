@@ -59,13 +59,21 @@ def coarse(store: PagedStore) -> None:
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
-    name: str, scope: Scope, lengths: list[int], kv_heads: int, dim: int, some: bool, longest: int, block: int,
-    programs: int, seed: int,
-) -> None:  # fmt: skip
+    name: str,
+    scope: Scope,
+    lengths: list[int],
+    kv_heads: int,
+    dim: int,
+    some: bool,
+    longest: int,
+    block: int,
+    programs: int,
+    seed: int,
+) -> None:
     """But where two choices are within rounding of each other; plain keys are whole numbers, and ties are exact."""
     store = filled(
         STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, dim=dim, steps=21, seed=seed, keep=0.9
-    )  # fmt: skip
+    )
     coarse(store)
     rows = [len(lengths) - 1, 0][: len(lengths)] if some else list(range(len(lengths)))
     read = Reading(store, torch.tensor(rows, device=DEVICE) if some else None)
