@@ -61,17 +61,29 @@ class Thought(NamedTuple):
 
 
 def sentences(pieces: Sequence[str]) -> list[Sentence]:
-    """The lines of a text, given as the texts of its tokens; a blank line belongs to the line before it."""
+    """The lines of a text, given as the texts of its tokens.
+
+    A blank line belongs to the line before it. It is two breaks in a row, which may be one token or two: GPT-2's
+    regex splits them if a word follows.
+    """
     out = list[Sentence]()
     start = 0
     fresh = True
     of_tokens = thoughts.kinds(pieces)
+    before = ""  # the token before
     for i, piece in enumerate(pieces):
+        behind_break = before.endswith("\n") and piece.startswith("\n")
+        before = piece or before
+        if behind_break and not piece.strip():  # the break before it has ended the line
+            out[-1] = out[-1]._replace(end=i + 1)
+            start = i + 1
+            fresh = True
+            continue
         if "\n" not in piece and i + 1 < len(pieces):
             continue
         out.append(Sentence(start, i + 1, NAMES[of_tokens[start]], fresh and start > 0))
         start = i + 1
-        fresh = "\n\n" in piece
+        fresh = behind_break or "\n\n" in piece
     return out
 
 
