@@ -15,24 +15,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels._common import Variant
+from minithink.kernels._common import Variant, with_dense_columns
 
 BLOCK = 1024  # columns of a program
 
 
 @triton.jit(do_not_specialize=["n"])
 def _cumulative_score(
-    p_importance, p_redundancy, p_pos, p_at, p_number, p_penalty, p_z, p_lam,
-    n, heads, width, positions, sentences, sigma, pos_layer, pos_row, pos_head, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_importance,
+    p_redundancy,
+    p_pos,
+    p_at,
+    p_number,
+    p_penalty,
+    p_z,
+    p_lam,
+    n,
+    heads,
+    width,
+    positions,
+    sentences,
+    sigma,
+    pos_layer,
+    pos_row,
+    pos_head,
+    BLOCK: tl.constexpr,
+):
     i = tl.program_id(0).to(tl.int64)
-    i_n, i_layer, i_head = i // heads % n, i // (n * heads), i % heads
+    i_n = i // heads % n
+    i_layer = i // (n * heads)
+    i_head = i % heads
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_in = column < width
     row = tl.load(p_at + i_n)
-    pos = tl.load(p_pos + i_layer * pos_layer + i_n * pos_row + i_head * pos_head + column, m_in, other=-1)
+    p_pos += i_layer * pos_layer + i_n * pos_row + i_head * pos_head
+    pos = tl.load(p_pos + column, m_in, other=-1)
     m_token = m_in & (pos >= 0)
-    number = tl.load(p_number + row * positions + pos, m_token, other=0)
+    number = tl.load(p_number + row * positions + pos, m_token, other=0)  # of the token's sentence
     lam = tl.load(p_penalty + row * sentences + number, m_token, other=0.0)
     o_token = i * width + column
     importance = tl.load(p_importance + o_token, m_in, other=0.0)
@@ -47,13 +66,28 @@ def cumulative_score(
 ) -> tuple[Tensor, Tensor]:
     """Z and λ of every token, as `minithink/ref/cumulative_score.py` describes them: float32 [L, N, H, S]."""
     layers, n, heads, width = pos.shape
-    z, lam = (torch.empty(pos.shape, dtype=torch.float32, device=pos.device) for _ in range(2))
+    z = torch.empty(pos.shape, dtype=torch.float32, device=pos.device)
+    lam = torch.empty(pos.shape, dtype=torch.float32, device=pos.device)
     if z.numel():
-        pos = pos if pos.stride(-1) == 1 or width < 2 else pos.contiguous()
+        pos = with_dense_columns(pos)
         _cumulative_score[layers * n * heads, triton.cdiv(width, BLOCK)](
-            importance.contiguous(), redundancy.contiguous(), pos, at, number, penalty, z, lam,
-            n, heads, width, number.shape[1], penalty.shape[1], float(sigma), *pos.stride()[:3], BLOCK=BLOCK,
-        )  # fmt: skip
+            importance.contiguous(),
+            redundancy.contiguous(),
+            pos,
+            at,
+            number,
+            penalty,
+            z,
+            lam,
+            n,
+            heads,
+            width,
+            number.shape[1],
+            penalty.shape[1],
+            float(sigma),
+            *pos.stride()[:3],
+            BLOCK=BLOCK,
+        )
     return z, lam
 
 

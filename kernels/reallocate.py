@@ -44,13 +44,77 @@ def _sum(x):
     return tl.sum(tl.sum(x, 1), 0)
 
 
+@triton.jit
+def _targets(crf, budget, m, A: tl.constexpr, PARTS: tl.constexpr):
+    """x of every head, in whole parts of B_total: int64 [LAYERS, HEADS], at least 1 where m."""
+    of_layer = _shares(tl.sum(crf, 1, keep_dims=True), tl.sum(budget, 1, keep_dims=True), A, 0)  # [LAYERS, 1]
+    of_head = _shares(crf, budget, A, 1)
+    x = (of_layer * of_head * PARTS + 0.5).to(tl.int64)  # not negative: this rounds
+    return tl.where(m, tl.maximum(x, 1), 0)
+
+
+@triton.jit
+def _at_bounds(x, low, high, m, total):
+    """The budgets of the heads that stay at a bound, 0 for the others, and int32 which heads are not at a bound."""
+    new = tl.zeros_like(x)
+    free = m.to(tl.int32)
+    fixed = tl.full((), 1, tl.int32)  # heads that the last round found at a bound
+    while fixed > 0:
+        # c = rest / divisor. Compare c·x with the bounds without dividing.
+        rest = total - _sum(new)
+        divisor = _sum(tl.where(free > 0, x, 0))
+        least = low * divisor
+        want = rest * x
+        most = high * divisor
+        excess = _sum(tl.where(free > 0, tl.minimum(tl.maximum(want, least), most), 0)) - rest * divisor
+        m_low = (free > 0) & (want <= tl.where(excess >= 0, least, -1))
+        m_high = (free > 0) & (want >= tl.where(excess <= 0, most, 0x7FFFFFFFFFFFFFFF))
+        new = tl.where(m_low, low, tl.where(m_high, high, new))
+        fixed = _sum((m_low | m_high).to(tl.int32))
+        free = tl.where(m_low | m_high, 0, free)
+    return new, free
+
+
+@triton.jit
+def _rounded(x, new, free, total, number, last, BITS: tl.constexpr):
+    """c·x for the free heads, as whole tokens: rounded down, then up for the largest remainders.
+
+    number: of each head, int32, at most `last`. new: the budgets of the other heads.
+    """
+    rest = total - _sum(new)
+    divisor = tl.maximum(_sum(tl.where(free > 0, x, 0)), 1)
+    whole = rest * x // divisor
+    new = tl.where(free > 0, whole, new)
+    # No two heads have equal keys: the key is the remainder, and then the distance from the last head.
+    key = tl.where(free > 0, (rest * x - whole * divisor) * (last + 1) + last - number, -1)
+    missing = total - _sum(new)
+    border = tl.zeros_like(missing)  # the smallest key that still gets a token
+    for i_bit in range(BITS):
+        higher = border + (tl.full((), 1, tl.int64) << (BITS - 1 - i_bit))
+        border = tl.where(_sum((key >= higher).to(tl.int64)) >= missing, higher, border)
+    return new + (key >= tl.where(missing > 0, border, 0x7FFFFFFFFFFFFFFF)).to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _reallocate(
-    p_crf, p_budget, p_low, p_high, p_moves, p_new, n, layers, heads,
-    A: tl.constexpr, PARTS: tl.constexpr, BITS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
+    p_crf,
+    p_budget,
+    p_low,
+    p_high,
+    p_moves,
+    p_new,
+    n,
+    layers,
+    heads,
+    A: tl.constexpr,
+    PARTS: tl.constexpr,
+    BITS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     i_n = tl.program_id(0)
-    layer, head = tl.arange(0, LAYERS)[:, None], tl.arange(0, HEADS)[None, :]
+    layer = tl.arange(0, LAYERS)[:, None]
+    head = tl.arange(0, HEADS)[None, :]
     m = (layer < layers) & (head < heads)
     at = (layer.to(tl.int64) * n + i_n) * heads + head
     budget = tl.load(p_budget + at, m, other=0).to(tl.int64)
@@ -62,35 +126,9 @@ def _reallocate(
         return
 
     crf = tl.load(p_crf + at, m, other=0.0)
-    of_layer = _shares(tl.sum(crf, 1, keep_dims=True), tl.sum(budget, 1, keep_dims=True), A, 0)  # [LAYERS, 1]
-    of_head = _shares(crf, budget, A, 1)
-    x = (of_layer * of_head * PARTS + 0.5).to(tl.int64)  # not negative: this rounds
-    x = tl.where(m, tl.maximum(x, 1), 0)
-
-    new, free = tl.zeros_like(x), m.to(tl.int32)
-    fixed = tl.full((), 1, tl.int32)  # heads that the last round found at a bound
-    while fixed > 0:
-        rest, divisor = total - _sum(new), _sum(tl.where(free > 0, x, 0))  # c = rest / divisor
-        least, want, most = low * divisor, rest * x, high * divisor
-        excess = _sum(tl.where(free > 0, tl.minimum(tl.maximum(want, least), most), 0)) - rest * divisor
-        m_low = (free > 0) & (want <= tl.where(excess >= 0, least, -1))
-        m_high = (free > 0) & (want >= tl.where(excess <= 0, most, 0x7FFFFFFFFFFFFFFF))
-        new = tl.where(m_low, low, tl.where(m_high, high, new))
-        fixed = _sum((m_low | m_high).to(tl.int32))
-        free = tl.where(m_low | m_high, 0, free)
-
-    rest, divisor = total - _sum(new), tl.maximum(_sum(tl.where(free > 0, x, 0)), 1)
-    whole = rest * x // divisor
-    new = tl.where(free > 0, whole, new)
-    # No two heads have equal keys: the key is the remainder, and then the distance from the last head.
-    last = LAYERS * HEADS - 1
-    key = tl.where(free > 0, (rest * x - whole * divisor) * (last + 1) + last - (layer * HEADS + head), -1)
-    missing = total - _sum(new)
-    border = tl.zeros_like(missing)  # the smallest key that still gets a token
-    for i_bit in range(BITS):
-        higher = border + (tl.full((), 1, tl.int64) << (BITS - 1 - i_bit))
-        border = tl.where(_sum((key >= higher).to(tl.int64)) >= missing, higher, border)
-    new += (key >= tl.where(missing > 0, border, 0x7FFFFFFFFFFFFFFF)).to(tl.int64)
+    x = _targets(crf, budget, m, A, PARTS)
+    new, free = _at_bounds(x, low, high, m, total)
+    new = _rounded(x, new, free, total, layer * HEADS + head, LAYERS * HEADS - 1, BITS)
     tl.store(p_new + at, new.to(tl.int32), m)
 
 
@@ -110,21 +148,33 @@ def reallocate(crf: Tensor, budget: Tensor, low: Tensor, high: Tensor, moves: Te
     layers, n, heads = budget.shape
     new = torch.empty_like(budget, memory_format=torch.contiguous_format)
     if new.numel():
-        tensors = (x.contiguous() for x in (crf, budget, low, high, moves.view(torch.uint8)))
         _reallocate[(n,)](
-            *tensors, new, n, layers, heads, A=float(damping), **_sizes(layers, heads), num_warps=WARPS
-        )  # fmt: skip
+            crf.contiguous(),
+            budget.contiguous(),
+            low.contiguous(),
+            high.contiguous(),
+            moves.view(torch.uint8).contiguous(),
+            new,
+            n,
+            layers,
+            heads,
+            A=float(damping),
+            **_sizes(layers, heads),
+            num_warps=WARPS,
+        )
     return new
 
 
 def _sizes(layers: int, heads: int) -> dict[str, int]:
-    rows, columns = power_of_2(layers), power_of_2(heads)
+    rows = power_of_2(layers)
+    columns = power_of_2(heads)
     # A remainder is below the sum of all targets, 2^34 and at most one more for each head.
     return {"PARTS": PARTS, "BITS": 35 + (rows * columns).bit_length(), "LAYERS": rows, "HEADS": columns}
 
 
 def variants() -> Iterator[Variant]:
     signature = dict.fromkeys(("p_budget", "p_low", "p_high", "p_new"), "*i32")
-    signature |= {"p_crf": "*fp64", "p_moves": "*u8", **dict.fromkeys(("n", "layers", "heads"), "i32")}
+    signature |= {"p_crf": "*fp64", "p_moves": "*u8"}
+    signature |= dict.fromkeys(("n", "layers", "heads"), "i32")
     for damping, layers, heads in ((0.5, 8, 4), (1.0, 64, 8)):
         yield Variant(_reallocate, signature, {"A": damping, **_sizes(layers, heads)}, {"num_warps": WARPS})
