@@ -138,14 +138,19 @@ def said(result: Result) -> Iterable[str]:
 
 
 TABLE = Table(
-    (("policy", "policy", "`{}`"),), rows=rows, across="budget",
+    (("policy", "policy", "`{}`"),),
+    rows=rows,
+    across="budget",
     cells=(
         ("{:share}: right", ("right", "low", "high"), "**{:.1%}** ({:.1%} to {:.1%})"),
         ("difference?", lambda m: points(m, "all"), DIFFERENCE),
-        ("tokens", "generated_mean", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}"), ("in a loop?", "looped", "{:.1%}"),
+        ("tokens", "generated_mean", "{:,.0f}"),
+        ("cut off", "cut_off", "{:.1%}"),
+        ("in a loop?", "looped", "{:.1%}"),
         ("bytes", "of_full", "{:.1%}"),
-    ), said=said,
-)  # fmt: skip
+    ),
+    said=said,
+)
 
 
 def draw(result: Result, path: Path) -> None:

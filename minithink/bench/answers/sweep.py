@@ -609,23 +609,31 @@ def _said(result: Result, columns: Sequence[str]) -> str:
 
 COLUMNS: tuple[Column, ...] = (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}"))
 TABLE = Table(
-    COLUMNS, across="family",
+    COLUMNS,
+    across="family",
     cells=(
         ("{}: right", ("pass_at_1", "pass_at_1_low", "pass_at_1_high"), "**{:.1%}** ({:.1%} to {:.1%})"),
-        ("tokens", "generated_mean", "{:,.0f}"), ("of full's bytes", "of_full", "{:.1%}"),
-        ("recall?", "recall", "{:.1%}"), ("needed, kept?", "needed_kept", "{:.1%}"),
+        ("tokens", "generated_mean", "{:,.0f}"),
+        ("of full's bytes", "of_full", "{:.1%}"),
+        ("recall?", "recall", "{:.1%}"),
+        ("needed, kept?", "needed_kept", "{:.1%}"),
         ("difference?", points, DIFFERENCE),
     ),
     last=(
         ("all: right?", ("all.right", "all.low", "all.high"), "**{:.1%}** ({:.1%} to {:.1%})"),
         ("all: difference?", lambda m: points(m, "all"), DIFFERENCE),
         ("counted?", lambda m: counts.said(m["counts"]) if m["counts"] else None, "{}"),
-    ), said=said,
-)  # fmt: skip
+    ),
+    said=said,
+)
 NEEDED = Table(
-    COLUMNS, across="family",
+    COLUMNS,
+    across="family",
     cells=(
-        ("{}: kept", "needed_kept", "{:.1%}"), ("beyond the prompt?", "needed_beyond", "{:.1%}"),
-        ("parsed?", "parsed", "{:.1%}"), ("written nowhere?", "needed_unknown", "{:.1%}"),
-    ), said=said_of_needs,
-)  # fmt: skip
+        ("{}: kept", "needed_kept", "{:.1%}"),
+        ("beyond the prompt?", "needed_beyond", "{:.1%}"),
+        ("parsed?", "parsed", "{:.1%}"),
+        ("written nowhere?", "needed_unknown", "{:.1%}"),
+    ),
+    said=said_of_needs,
+)

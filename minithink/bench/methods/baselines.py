@@ -42,49 +42,75 @@ from minithink.policies.vase import VaSE
 
 BELOW = "random:protect_prompt=true"  # a policy that chooses should be better than this one
 OTHERS = (
-    "window:protect_prompt=true", "streaming_llm:protect_prompt=true", BELOW, RKV,
-    "crystal_kv", "crystal_kv_lite:protect_prompt=true", "skipkv:schedule=interval:16,tau=0.9,at=boundary", "dynts",
+    "window:protect_prompt=true",
+    "streaming_llm:protect_prompt=true",
+    BELOW,
+    RKV,
+    "crystal_kv",
+    "crystal_kv_lite:protect_prompt=true",
+    "skipkv:schedule=interval:16,tau=0.9,at=boundary",
+    "dynts",
     "thinkv",
-)  # fmt: skip
+)
 ALL = (*CHOSEN.values(), "raas:page=16", *OTHERS)
 FEW = ("window", "random", "rkv", "snapkv_decode", "raas", "h2o", "skipkv")  # the beginnings of names
 
 SWEEPS = {
     "baselines": Sweep(
-        "all policies that evict, the prompt protected", ALL, budgets=(0.125, 0.25, 0.5, 0.75), split="test",
+        "all policies that evict, the prompt protected",
+        ALL,
+        budgets=(0.125, 0.25, 0.5, 0.75),
+        split="test",
         beside=BELOW,
     ),
     "baselines-needed": Sweep(
-        "the same at a quarter of the tokens: what is kept of what the text needs", ALL, budgets=(0.25,),
-        split="test", needed=True, beside=BELOW,
+        "the same at a quarter of the tokens: what is kept of what the text needs",
+        ALL,
+        budgets=(0.25,),
+        split="test",
+        needed=True,
+        beside=BELOW,
     ),
     "baselines-settings": Sweep(
         "settings of the policies that others compare with",
-        tuple(protected(name, setting) for name, settings in GRID.items() for setting in settings), budgets=(0.25,),
+        tuple(protected(name, setting) for name, settings in GRID.items() for setting in settings),
+        budgets=(0.25,),
         problems=64,
     ),
     "lots": Sweep(
         "policies that draw by lot: with a window of the newest tokens and in rounds, and with either alone",
-        (BELOW, "random:schedule=interval:16,protect_prompt=true", "random_attention:buffer=1",
-         *(f"random_attention:buffer={b}{alone}" for b in (16, 64) for alone in (",schedule=interval:1", ""))),
-        budgets=(0.25,), beside=BELOW,
+        (
+            BELOW,
+            "random:schedule=interval:16,protect_prompt=true",
+            "random_attention:buffer=1",
+            *(f"random_attention:buffer={b}{alone}" for b in (16, 64) for alone in (",schedule=interval:1", "")),
+        ),
+        budgets=(0.25,),
+        beside=BELOW,
     ),
     "baselines-unprotected": Sweep(
         "policies that may evict the prompt, at a quarter of the tokens",
-        tuple(unprotected(policy) for policy in (*CHOSEN.values(), *OTHERS[:4])), budgets=(0.25,), split="test",
+        tuple(unprotected(policy) for policy in (*CHOSEN.values(), *OTHERS[:4])),
+        budgets=(0.25,),
+        split="test",
         beside="random",
     ),
     "baselines-sawtooth": Sweep(
         "all at the triggers of DynTS, with as many tokens",
-        ("dynts", *AT_ONCE, *(at_once(policy) for policy in CHOSEN.values())), budgets=(0.25, 0.5), split="test",
+        ("dynts", *AT_ONCE, *(at_once(policy) for policy in CHOSEN.values())),
+        budgets=(0.25, 0.5),
+        split="test",
         beside=at_once(BELOW),
     ),
     "redundancy": Sweep(
         "problems of `search` that ask for little, some and much repetition",
-        tuple(policy for policy in ALL if policy.startswith(FEW)), budgets=(0.25, 448), split="test",
-        datasets=("search:0", "search:1", "search:2"), beside=BELOW,
+        tuple(policy for policy in ALL if policy.startswith(FEW)),
+        budgets=(0.25, 448),
+        split="test",
+        datasets=("search:0", "search:1", "search:2"),
+        beside=BELOW,
     ),
-}  # fmt: skip
+}
 
 # Steps on synthetic caches ------------------------------------------------------------------------------------------
 
@@ -133,16 +159,32 @@ STAND_INS: StandIns = {
 # Each policy as its authors run it: its defaults. `sepllm` is not here, because the host follows the text for it and
 # decides between captured steps.
 EVERY = (  # policies that decide in every step
-    "window", "streaming_llm", "random", "h2o", "tova", "raas", "morphkv", "crystal_kv", "crystal_kv_lite",
-)  # fmt: skip
+    "window",
+    "streaming_llm",
+    "random",
+    "h2o",
+    "tova",
+    "raas",
+    "morphkv",
+    "crystal_kv",
+    "crystal_kv_lite",
+)
 LATER = (  # every 32 (`lazy_eviction`), 64 (`random_attention`, `vase`) or 128 tokens of a sequence
-    "lazy_eviction", "random_attention", "vase", "scissorhands", "snapkv_decode", "ada_snapkv", "pyramidkv", "rkv",
-)  # fmt: skip
+    "lazy_eviction",
+    "random_attention",
+    "vase",
+    "scissorhands",
+    "snapkv_decode",
+    "ada_snapkv",
+    "pyramidkv",
+    "rkv",
+)
 METHODS = {
-    "full": "full", **{name: f"{name}:budget={{budget}}" for name in (*EVERY, *LATER)},
+    "full": "full",
+    **{name: f"{name}:budget={{budget}}" for name in (*EVERY, *LATER)},
     "skipkv": "skipkv:budget={budget},steering=false",  # every 128, too
     "thinkv": "thinkv:budget={budget}",  # as a segment of 128 tokens ends, or when it needs room
-}  # fmt: skip
+}
 
 
 def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
@@ -172,10 +214,13 @@ def steps(result: Result) -> list[Row]:
     full = {m["batch"]: m["step_milliseconds"] for m in own if m["method"] == "full"}
     own.sort(key=lambda m: (m["batch"], order.index(m["method"])))
     return [
-        {**m, "of_full": m["step_milliseconds"] / full[m["batch"]] if m["batch"] in full else None,
-         "of_bound": m["step_milliseconds"] / m["limit_milliseconds"]}
+        {
+            **m,
+            "of_full": m["step_milliseconds"] / full[m["batch"]] if m["batch"] in full else None,
+            "of_bound": m["step_milliseconds"] / m["limit_milliseconds"],
+        }
         for m in own
-    ]  # fmt: skip
+    ]
 
 
 def steps_said(result: Result) -> list[str]:
@@ -194,16 +239,31 @@ def steps_said(result: Result) -> list[str]:
 
 TABLES = {
     "baselines-steps": Table(
-        (("policy", "method", "`{}`"), ("sequences", "batch", "{:,}"),
-         ("a step", "step_milliseconds", "**{:.2f} ms**"), ("of full's step", "of_full", "{:.2f} ×"),
-         ("bound", "limit_milliseconds", "{:.2f} ms"), ("of the bound", "of_bound", "**{:.2f} ×**"),
-         ("decide", "rates.decision.sequence_steps", "{:pct}"),
-         *((title, f"layer_microseconds.{part}", "{:us}") for title, part in
-           (("attention", "attention"), ("decision", "eviction"), ("refresh", "refresh"), ("flush", "flush"),
-            ("rest", "rest")))),
-        rows=steps, said=steps_said, kind="step", file="baselines",
+        (
+            ("policy", "method", "`{}`"),
+            ("sequences", "batch", "{:,}"),
+            ("a step", "step_milliseconds", "**{:.2f} ms**"),
+            ("of full's step", "of_full", "{:.2f} ×"),
+            ("bound", "limit_milliseconds", "{:.2f} ms"),
+            ("of the bound", "of_bound", "**{:.2f} ×**"),
+            ("decide", "rates.decision.sequence_steps", "{:pct}"),
+            *(
+                (title, f"layer_microseconds.{part}", "{:us}")
+                for title, part in (
+                    ("attention", "attention"),
+                    ("decision", "eviction"),
+                    ("refresh", "refresh"),
+                    ("flush", "flush"),
+                    ("rest", "rest"),
+                )
+            ),
+        ),
+        rows=steps,
+        said=steps_said,
+        kind="step",
+        file="baselines",
     )
-}  # fmt: skip
+}
 
 # Kernels ------------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,15 @@ from minithink.tasks import families
 
 # Crystal-KV protects the prompt, and these policies by default do not: so each is tried both ways.
 OTHERS = (
-    RKV, "rkv:buffer=16", "streaming_llm:protect_prompt=true", "streaming_llm",
-    "window:protect_prompt=true", "window", "random:protect_prompt=true", "random",
-)  # fmt: skip
+    RKV,
+    "rkv:buffer=16",
+    "streaming_llm:protect_prompt=true",
+    "streaming_llm",
+    "window:protect_prompt=true",
+    "window",
+    "random:protect_prompt=true",
+    "random",
+)
 LATER = tuple(CHOSEN[name] for name in ("ada_snapkv", "snapkv_decode", "raas", "h2o"))
 LITE = "crystal_kv_lite:protect_prompt=true"  # as in the model's card
 DECAYS = (0, 0.5, 0.6, 0.8, 1)  # λ: LRU, ½ (as all above 0 and up to ½), the default, a long memory, LFU
@@ -29,30 +35,43 @@ SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # p
 SMALL = (0.125, 0.25, 0.5)
 # Budgets of the embedded model's layers and heads when texts of `search` end, found by `analysis budgets`.
 BUDGETS = (
-    (722, 676, 647, 287), (752, 806, 880, 844), (396, 699, 935, 884), (1000, 772, 690, 720),
-    (1042, 1157, 829, 940), (780, 559, 347, 868), (694, 1002, 1028, 605), (690, 1007, 880, 823),
-)  # fmt: skip
+    (722, 676, 647, 287),
+    (752, 806, 880, 844),
+    (396, 699, 935, 884),
+    (1000, 772, 690, 720),
+    (1042, 1157, 829, 940),
+    (780, 559, 347, 868),
+    (694, 1002, 1028, 605),
+    (690, 1007, 880, 823),
+)
 
 SWEEPS = {
     "crystal-kv": Sweep(
         "Crystal-KV with moving and with equal budgets, others with and without a protected prompt",
-        ("crystal_kv", LITE, *OTHERS, *LATER, "thinkv"), budgets=(*SMALL, 0.75), split="test",
+        ("crystal_kv", LITE, *OTHERS, *LATER, "thinkv"),
+        budgets=(*SMALL, 0.75),
+        split="test",
         beside=OTHERS[0],
     ),
     "crystal-kv-heat": Sweep(
         "the decay λ and the share p of the attention that makes a hit (figure 5)",
-        tuple(f"crystal_kv:lam={lam:g},p={p:g}" for lam, p in product(DECAYS, SHARES)), budgets=(0.25,), problems=64,
+        tuple(f"crystal_kv:lam={lam:g},p={p:g}" for lam, p in product(DECAYS, SHARES)),
+        budgets=(0.25,),
+        problems=64,
     ),
     "crystal-kv-damping": Sweep(
-        "algorithm 2 with damping and to the letter, and equal budgets", ("crystal_kv", "crystal_kv:damping=1", LITE),
-        budgets=SMALL, beside="crystal_kv",
+        "algorithm 2 with damping and to the letter, and equal budgets",
+        ("crystal_kv", "crystal_kv:damping=1", LITE),
+        budgets=SMALL,
+        beside="crystal_kv",
     ),
     "crystal-kv-floor": Sweep(
         "room that every head has beside the prompt",
-        ("crystal_kv", *(f"crystal_kv:min_budget={n}" for n in (64, 128, 256))), budgets=(0.5,),
+        ("crystal_kv", *(f"crystal_kv:min_budget={n}" for n in (64, 128, 256))),
+        budgets=(0.5,),
         beside="crystal_kv",
     ),
-}  # fmt: skip
+}
 
 # Steps and throughput on synthetic caches --------------------------------------------------------------------------
 
@@ -115,10 +134,13 @@ STAND_INS: StandIns = {
     CrystalKV: lambda policy, share, seed, layers: _filled(Filled, policy),
 }
 METHODS: dict[str, Method] = {
-    "full": "full", "window": "window:budget={budget}", "crystal_kv_lite": "crystal_kv_lite:budget={budget}",
-    "crystal_kv": "crystal_kv:budget={budget}", "crystal_kv-tenth": "crystal_kv:budget={tenth}",
+    "full": "full",
+    "window": "window:budget={budget}",
+    "crystal_kv_lite": "crystal_kv_lite:budget={budget}",
+    "crystal_kv": "crystal_kv:budget={budget}",
+    "crystal_kv-tenth": "crystal_kv:budget={tenth}",
     "crystal_kv-uneven": uneven,
-}  # fmt: skip
+}
 TENTH = "crystal_kv-tenth"  # a tenth of the generated tokens, the paper's second setting
 
 
@@ -161,15 +183,18 @@ MEASURES = {  # dotted path in the measurements → what it is, format
     "answer.concentration": ("answer's attention on the top tenth of the thinking", "{:.0%}"),
     "answer.agreement": ("top tenth that two of its rows share (by chance 10%)", "{:.0%}"),
     "answer.needs_in_top": ("answer's needs in the top 30 %", "{:.0%}"),
-    **{f"answer.{which}.{name}": (f"{which} 30 %: {what}", fmt)
-       for name, (what, fmt) in LIFE.items() for which in ("top", "bottom")},
+    **{
+        f"answer.{which}.{name}": (f"{which} 30 %: {what}", fmt)
+        for name, (what, fmt) in LIFE.items()
+        for which in ("top", "bottom")
+    },
     "hits.tokens": ("tokens that a query hits", "{:,.0f}"),
     "hits.share": ("share of those it sees", "{:.0%}"),
     "needs.late_hits": ("hits of a needed token after its first 64 tokens", "{:,.0f}"),
     "needs.rest": ("tokens since its last hit", "{:,.0f}"),
     "needs.best_quarter.crf": ("needs in the best quarter by `crf`", "{:.0%}"),
     "needs.best_quarter.random": ("needs in the best quarter by `random`", "{:.0%}"),
-}  # fmt: skip
+}
 
 
 def by_head(result: Result) -> Iterator[Row]:
@@ -201,36 +226,63 @@ def texts(result: Result) -> list[str]:
 
 
 HEADS = Table(
-    (("", "what", "{}"), ("mean of heads", "mean", "**{}**"), ("least", "least", "{}"), ("most", "most", "{}"),
-     ("head with the fewest hits", "sharp", "{}")),
-    rows=by_head, said=texts,
-)  # fmt: skip
+    (
+        ("", "what", "{}"),
+        ("mean of heads", "mean", "**{}**"),
+        ("least", "least", "{}"),
+        ("most", "most", "{}"),
+        ("head with the fewest hits", "sharp", "{}"),
+    ),
+    rows=by_head,
+    said=texts,
+)
 NEEDS = Table(
-    (("in the best quarter by", "score", "`{}`"), ("all heads", "all.heads", "**{:.1%}**"),
-     ("heads that read it", "all.readers", "{:.1%}"), ("some head", "all.somewhere", "{:.1%}"),
-     ("as `crf`", "all.like_crf", "{:.1%}"), ("answer: all heads", "answer.heads", "**{:.1%}**"),
-     ("heads that read it", "answer.readers", "{:.1%}")),
-    rows=lambda result: result["measurements"]["needs"]["scores"], said=texts,
-)  # fmt: skip
+    (
+        ("in the best quarter by", "score", "`{}`"),
+        ("all heads", "all.heads", "**{:.1%}**"),
+        ("heads that read it", "all.readers", "{:.1%}"),
+        ("some head", "all.somewhere", "{:.1%}"),
+        ("as `crf`", "all.like_crf", "{:.1%}"),
+        ("answer: all heads", "answer.heads", "**{:.1%}**"),
+        ("heads that read it", "answer.readers", "{:.1%}"),
+    ),
+    rows=lambda result: result["measurements"]["needs"]["scores"],
+    said=texts,
+)
 STEPS = Table(
-    (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"), ("a step", "step_milliseconds", "**{:.2f} ms**"),
-     ("of the limit", "share_of_limit", "{:.0%}"), ("attention", "parts_milliseconds.attention", "{:.2f} ms"),
-     ("rest of the step", "parts_milliseconds.rest", "{:.2f} ms"),
-     ("decision", "parts_milliseconds.eviction", "{:.2f} ms")),
-    rows=lambda result: [m for m in result["measurements"] if m["kind"] == "step"], kind="step",
-    goals=CASES["crystal-kv"].goals, file="crystal-kv",
-)  # fmt: skip
+    (
+        ("method", "method", "`{}`"),
+        ("sequences", "batch", "{:,}"),
+        ("a step", "step_milliseconds", "**{:.2f} ms**"),
+        ("of the limit", "share_of_limit", "{:.0%}"),
+        ("attention", "parts_milliseconds.attention", "{:.2f} ms"),
+        ("rest of the step", "parts_milliseconds.rest", "{:.2f} ms"),
+        ("decision", "parts_milliseconds.eviction", "{:.2f} ms"),
+    ),
+    rows=lambda result: [m for m in result["measurements"] if m["kind"] == "step"],
+    kind="step",
+    goals=CASES["crystal-kv"].goals,
+    file="crystal-kv",
+)
 
 
 def table_1(name: str) -> Table:
     """Tokens a second of one sequence, then of as many as fit."""
     return Table(
-        (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"), ("a step", "step_milliseconds", "{:.2f} ms"),
-         ("tokens a second", "tokens_per_second", "**{:,.1f}**"), ("of the limit", "share_of_limit", "{:.0%}")),
-        rows=lambda result: [m for kind in ("request", "throughput") for m in result["measurements"]
-                             if m["kind"] == kind],
-        kind="throughput", goals=CASES[name].goals, file=name,
-    )  # fmt: skip
+        (
+            ("method", "method", "`{}`"),
+            ("sequences", "batch", "{:,}"),
+            ("a step", "step_milliseconds", "{:.2f} ms"),
+            ("tokens a second", "tokens_per_second", "**{:,.1f}**"),
+            ("of the limit", "share_of_limit", "{:.0%}"),
+        ),
+        rows=lambda result: [
+            m for kind in ("request", "throughput") for m in result["measurements"] if m["kind"] == kind
+        ],
+        kind="throughput",
+        goals=CASES[name].goals,
+        file=name,
+    )
 
 
 def heat(result: Result) -> Iterator[Row]:
@@ -250,9 +302,12 @@ def heat_said(result: Result) -> list[str]:
 
 
 HEAT = Table(
-    (("family", "family", "`{}`"), ("λ", "lam", "{}")), rows=heat, across="p",
-    cells=(("p = {}", "pass_at_1", "{:.1%}"),), said=heat_said,
-)  # fmt: skip
+    (("family", "family", "`{}`"), ("λ", "lam", "{}")),
+    rows=heat,
+    across="p",
+    cells=(("p = {}", "pass_at_1", "{:.1%}"),),
+    said=heat_said,
+)
 
 
 def moved(result: Result) -> list[str]:

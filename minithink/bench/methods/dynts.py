@@ -30,31 +30,49 @@ LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode
 RECENT = f"recent={LOCAL / (LOCAL + RATIO * (1 - LOCAL)):.2f}"
 AS_THE_PAPER = tuple(
     at_once(policy)
-    for policy in (f"rkv:{RECENT}", f"h2o:{RECENT}", f"snapkv_decode:{RECENT}",
-                   "sepllm:fill=true,separators=1000,window=1,initial=0")
-)  # fmt: skip
+    for policy in (
+        f"rkv:{RECENT}",
+        f"h2o:{RECENT}",
+        f"snapkv_decode:{RECENT}",
+        "sepllm:fill=true,separators=1000,window=1,initial=0",
+    )
+)
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
-ABLATION = ("dynts", "dynts:local=0", "dynts:question=false", "dynts:ratio=0", "dynts:select=random",
-            "dynts:select=bottom")  # fmt: skip
+ABLATION = (
+    "dynts",
+    "dynts:local=0",
+    "dynts:question=false",
+    "dynts:ratio=0",
+    "dynts:select=random",
+    "dynts:select=bottom",
+)
 
 SWEEPS = {
     "dynts": Sweep(
         "DynTS by what its predictor has learned, oracles in the same windows, others that keep as many tokens",
-        (*TARGETS, *ORACLES, *OTHERS, *LATER, *AS_THE_PAPER), budgets=(0.25, 0.5), split="test", needed=True,
+        (*TARGETS, *ORACLES, *OTHERS, *LATER, *AS_THE_PAPER),
+        budgets=(0.25, 0.5),
+        split="test",
+        needed=True,
         beside=f"random:{SAME}",
     ),
     "dynts-ablation": Sweep(
         "DynTS without its local window, question, thinking tokens; thinking tokens by lot and from the bottom",
-        ABLATION, budgets=(0.25, 0.5), split="test", beside="dynts:select=random",
+        ABLATION,
+        budgets=(0.25, 0.5),
+        split="test",
+        beside="dynts:select=random",
     ),
     "dynts-windows": Sweep(
         "the local window and the share of the selection window that stays",
         tuple(f"dynts:local={x:g},ratio={r:g}" for x, r in product((0.1, 0.2, 0.4, 0.6), (0.1, 0.3, 0.5, 0.7))),
-        budgets=(0.5,), problems=64, beside="dynts:local=0.4,ratio=0.3",
+        budgets=(0.5,),
+        problems=64,
+        beside="dynts:local=0.4,ratio=0.3",
     ),
     "dynts-budget": Sweep("budgets", ("dynts",), budgets=(0.125, 0.25, 0.375, 0.5, 0.625, 0.75)),
-}  # fmt: skip
+}
 
 # Steps and throughput on synthetic caches --------------------------------------------------------------------------
 
@@ -128,8 +146,9 @@ def by_level(result: Result) -> list[Row]:
     each = predictor_flops(HIDDEN[result["settings"]["model_shape"]])
     return [
         {**m, **level, "flops_in_all": level["flops"] + (m["method"] == "dynts") * m["batch"] * each}
-        for m in own for level in m["levels"]
-    ]  # fmt: skip
+        for m in own
+        for level in m["levels"]
+    ]
 
 
 def held(method: str, settings: Row) -> list[int]:
@@ -155,8 +174,9 @@ CASES = {
 
 
 def _weights(d: int, device: str) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.randn(size, device=device, dtype=torch.bfloat16) / 64
-                 for size in pairwise((d, 2 * d, d // 2, 1)))  # fmt: skip
+    return tuple(
+        torch.randn(size, device=device, dtype=torch.bfloat16) / 64 for size in pairwise((d, 2 * d, d // 2, 1))
+    )
 
 
 def ones(device: str, tokens: int) -> Inputs:
@@ -214,8 +234,9 @@ def texts_of(result: Result) -> list[str]:
         f"{texts['right']} right texts of {settings['num_prompts']} training problems, {texts['thinking_tokens']:,} "
         f"thinking tokens; {settings['held_out']:.0%} of the problems are held out. {settings['epochs']} epochs, "
         f"{settings['batch']} texts a step, learning rate {settings['lr']:g}. In brackets: the predictor that knows "
-        "only positions.", "",
-    ]  # fmt: skip
+        "only positions.",
+        "",
+    ]
 
 
 def together(result: Result) -> Iterator[Row]:
@@ -229,16 +250,26 @@ def transfer(result: Result) -> Iterator[Row]:
 
 
 PREDICTOR = Table(
-    (("target", "target", "{}"), ("held-out problems of", "dataset", "{}"),
-     ("texts", "traces", "{:,}"), ("variance", "variance", "{:.2f}"), ("MSE", *_both("mse", "{:.2f}")),
-     ("Kendall's τ", *_both("tau", "{:.2f}")), ("top 20 % in the top 30 %", *_both("top_30", "{:.0%}"))),
-    rows=together, said=texts_of, shipped=TINY / "predictor.json",
-)  # fmt: skip
+    (
+        ("target", "target", "{}"),
+        ("held-out problems of", "dataset", "{}"),
+        ("texts", "traces", "{:,}"),
+        ("variance", "variance", "{:.2f}"),
+        ("MSE", *_both("mse", "{:.2f}")),
+        ("Kendall's τ", *_both("tau", "{:.2f}")),
+        ("top 20 % in the top 30 %", *_both("top_30", "{:.0%}")),
+    ),
+    rows=together,
+    said=texts_of,
+    shipped=TINY / "predictor.json",
+)
 TRANSFER = Table(
-    (("target", "target", "{}"), ("trained on", "trained", "{}")), rows=transfer, across="dataset",
+    (("target", "target", "{}"), ("trained on", "trained", "{}")),
+    rows=transfer,
+    across="dataset",
     cells=(("{}: MSE, of the variance", lambda m: m["mse"] / m["variance"], "{:.0%}"), ("τ", "tau", "**{:.2f}**")),
     shipped=TINY / "predictor.json",
-)  # fmt: skip
+)
 
 
 def tenths(result: Result) -> Iterator[Row]:
@@ -256,16 +287,21 @@ def read_texts(result: Result) -> list[str]:
         f"{m['texts']} problems of `{settings['family']}`, {m['thinking_tokens']:,.0f} thinking tokens each. "
         f"{m['above_mean']['thinking']:.1%} of the thinking tokens are above the mean, and "
         f"{m['above_mean']['question']:.1%} of the question's. The top 30 % have {m['on_top']:.0%} of the "
-        f"importance. Needed tokens that are in the top 30 % (30 % by chance) by {needed}.", "",
-    ]  # fmt: skip
+        f"importance. Needed tokens that are in the top 30 % (30 % by chance) by {needed}.",
+        "",
+    ]
 
 
 IMPORTANCE = Table(
-    (("tenth", "tenth", "{}"), ("attention of the answer, oldest first", "answer", "{:.2f} ×"),
-     ("of all later tokens", "hindsight", "{:.2f} ×"),
-     ("content tokens, most important first", "content", "{:.0%}")),
-    rows=tenths, said=read_texts,
-)  # fmt: skip
+    (
+        ("tenth", "tenth", "{}"),
+        ("attention of the answer, oldest first", "answer", "{:.2f} ×"),
+        ("of all later tokens", "hindsight", "{:.2f} ×"),
+        ("content tokens, most important first", "content", "{:.0%}"),
+    ),
+    rows=tenths,
+    said=read_texts,
+)
 
 
 def answered(result: Result) -> list[str]:
@@ -278,9 +314,12 @@ def answered(result: Result) -> list[str]:
 
 
 PARETO = Table(
-    (("thinking tokens that stay", "percent", "{} %"),), rows=lambda result: result["measurements"]["pareto"],
-    across="way", cells=(("{}: right", "right", "{:.0%}"), ("{}: read anew?", "right_anew", "{:.0%}")), said=answered,
-)  # fmt: skip
+    (("thinking tokens that stay", "percent", "{} %"),),
+    rows=lambda result: result["measurements"]["pareto"],
+    across="way",
+    cells=(("{}: right", "right", "{:.0%}"), ("{}: read anew?", "right_anew", "{:.0%}")),
+    said=answered,
+)
 
 
 # Times --------------------------------------------------------------------------------------------------------------
@@ -292,32 +331,50 @@ def about_levels(result: Result) -> list[str]:
         "Lengths are the middles of equal parts of a generation. MB of the cache and GFLOP of a step are of one "
         "sequence, the mean of all. GFLOP contain the predictor. MB and bounds lack its weights, which all share.",
         "",
-    ]  # fmt: skip
+    ]
 
 
 STEP = ("a step", "step_milliseconds", "**{:.2f} ms**")
 MANY = ("sequences", "batch", "{:,}")
 TIMES = {
     "dynts-requests": Table(
-        (("method", "method", "`{}`"), MANY, STEP, ("tokens a second", "tokens_per_second", "{:,.0f}"),
-         ("of the limit", "share_of_limit", "{:.0%}"),
-         ("of the bound", lambda m: m["bound_milliseconds"] / m["step_milliseconds"], "{:.0%}")),
-        rows=lambda result: of_kind(result, "request"), kind="request", goals=CASES["dynts"].goals,
+        (
+            ("method", "method", "`{}`"),
+            MANY,
+            STEP,
+            ("tokens a second", "tokens_per_second", "{:,.0f}"),
+            ("of the limit", "share_of_limit", "{:.0%}"),
+            ("of the bound", lambda m: m["bound_milliseconds"] / m["step_milliseconds"], "{:.0%}"),
+        ),
+        rows=lambda result: of_kind(result, "request"),
+        kind="request",
+        goals=CASES["dynts"].goals,
     ),
     "dynts-levels": Table(
-        (MANY, ("tokens", "level", "{:,}")), rows=by_level, across="method", kind="request", said=about_levels,
+        (MANY, ("tokens", "level", "{:,}")),
+        rows=by_level,
+        across="method",
+        kind="request",
+        said=about_levels,
         cells=(
             ("{}: MB", lambda m: m["cache_bytes"] / m["batch"] / 1e6, "{:,.0f}"),
-            ("GFLOP", lambda m: m["flops_in_all"] / m["batch"] / 1e9, "{:.1f}"), STEP,
+            ("GFLOP", lambda m: m["flops_in_all"] / m["batch"] / 1e9, "{:.1f}"),
+            STEP,
             ("bound", "bound_milliseconds", "{:.2f} ms"),
         ),
     ),
     "dynts-steps": Table(
-        (("method", "method", "`{}`"), MANY, STEP, *((part, f"parts_milliseconds.{part}", "{:.3f} ms") for part in
-         ("attention", "eviction", "rest")), ("of the limit", "share_of_limit", "{:.0%}")),
-        rows=lambda result: of_kind(result, "step"), kind="step",
+        (
+            ("method", "method", "`{}`"),
+            MANY,
+            STEP,
+            *((part, f"parts_milliseconds.{part}", "{:.3f} ms") for part in ("attention", "eviction", "rest")),
+            ("of the limit", "share_of_limit", "{:.0%}"),
+        ),
+        rows=lambda result: of_kind(result, "step"),
+        kind="step",
     ),
-}  # fmt: skip
+}
 TABLES = (
     {"predictor": PREDICTOR, "predictor-transfer": TRANSFER}
     | {f"importance-{family}": IMPORTANCE for family in families()}

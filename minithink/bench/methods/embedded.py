@@ -16,14 +16,20 @@ from minithink.model import Decoder
 
 # All policies keep the prompt. R-KV decides more often than by default, because these texts are short.
 UNCALIBRATED = (
-    "window:protect_prompt=true", "random:protect_prompt=true", RKV,
-    "crystal_kv_lite:protect_prompt=true", "kivi", "kivi:bits=4",
-)  # fmt: skip
+    "window:protect_prompt=true",
+    "random:protect_prompt=true",
+    RKV,
+    "crystal_kv_lite:protect_prompt=true",
+    "kivi",
+    "kivi:bits=4",
+)
 CARD = (*UNCALIBRATED, "thinkv:types=1", "thinkv", "thinkv:precision=R4E4T4")  # the last shows what T's 2 bits cost
 ROBUSTNESS = Sweep(
-    "what training under random eviction changes; --model names the model without it", UNCALIBRATED,
-    budgets=(0.25, 0.5), needed=True,
-)  # fmt: skip
+    "what training under random eviction changes; --model names the model without it",
+    UNCALIBRATED,
+    budgets=(0.25, 0.5),
+    needed=True,
+)
 SWEEPS = {
     "card": Sweep("the policies of the embedded model's card", CARD, budgets=(0.25, 0.5), needed=True),
     "robustness": ROBUSTNESS,
@@ -118,17 +124,28 @@ def premises(result: Result) -> Iterable[str]:
 
 DECODE = Table(
     (
-        ("model", "title", "{}"), ("batch", "batch", "{}"), ("minithink", "ours.tokens_per_second", "{:,.0f} tok/s"),
-        ("transformers", "peer.tokens_per_second", "{:,.0f} tok/s"), ("ratio", ratio, SPREAD),
-        ("decoding alone?", "decode_ratio", "{:.2f} ×"), ("byte limit: ours / theirs?", "limits", "{}"),
+        ("model", "title", "{}"),
+        ("batch", "batch", "{}"),
+        ("minithink", "ours.tokens_per_second", "{:,.0f} tok/s"),
+        ("transformers", "peer.tokens_per_second", "{:,.0f} tok/s"),
+        ("ratio", ratio, SPREAD),
+        ("decoding alone?", "decode_ratio", "{:.2f} ×"),
+        ("byte limit: ours / theirs?", "limits", "{}"),
     ),
     rows=decoding,
-)  # fmt: skip
+)
 PREMISES = Table(
-    (("added at", "at", "{}"), ("strength", "strength", "{:g}"), ("right", "right", "**{:.1%}**"),
-     ("doubts", "doubts", "{:.2f}"), ("tokens", "tokens", "{:,.0f}"), ("cut off", "cut_off", "{:.1%}")),
-    rows=lambda result: result["measurements"]["steering"]["runs"], said=premises,
-)  # fmt: skip
+    (
+        ("added at", "at", "{}"),
+        ("strength", "strength", "{:g}"),
+        ("right", "right", "**{:.1%}**"),
+        ("doubts", "doubts", "{:.2f}"),
+        ("tokens", "tokens", "{:,.0f}"),
+        ("cut off", "cut_off", "{:.1%}"),
+    ),
+    rows=lambda result: result["measurements"]["steering"]["runs"],
+    said=premises,
+)
 TABLES = {
     **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
     "premises-search": PREMISES,
@@ -143,12 +160,17 @@ TABLES = {
             ("paged / plain", lambda m: m["ms"]["paged"] / m["ms"]["plain"], "{:.2f}"),
         )
     ),
-    "busy-cpu": Table((
-        ("sequences", "batch", "{}"), ("cores held", "held", "{}"),
-        ("as commands set it", "speeds.commands", "**{:,.0f}**"), ("OpenMP's default", "speeds.default", "{:,.0f}"),
-        ("`GOMP_SPINCOUNT=1000`?", "speeds.spin 1000", "{:,.0f}"),
-        ("`GOMP_SPINCOUNT=100000`?", "speeds.spin 100000", "{:,.0f}"),
-        ("`OMP_WAIT_POLICY=PASSIVE`", "speeds.passive", "{:,.0f}"),
-        ("one thread", "speeds.one thread", "{:,.0f}"),
-    ), said=loads),
-}  # fmt: skip
+    "busy-cpu": Table(
+        (
+            ("sequences", "batch", "{}"),
+            ("cores held", "held", "{}"),
+            ("as commands set it", "speeds.commands", "**{:,.0f}**"),
+            ("OpenMP's default", "speeds.default", "{:,.0f}"),
+            ("`GOMP_SPINCOUNT=1000`?", "speeds.spin 1000", "{:,.0f}"),
+            ("`GOMP_SPINCOUNT=100000`?", "speeds.spin 100000", "{:,.0f}"),
+            ("`OMP_WAIT_POLICY=PASSIVE`", "speeds.passive", "{:,.0f}"),
+            ("one thread", "speeds.one thread", "{:,.0f}"),
+        ),
+        said=loads,
+    ),
+}

@@ -31,32 +31,55 @@ TIME = "{:us}[, **{:.2f} ×**]"
 TABLES = {
     "attention": Table(
         (("sequences", "batch", "{}"), ("tokens of each", "length", "{:,}")),
-        across="format", cells=(("{}", ("microseconds", "ratio"), TIME),), titles={"sdpa": "torch, contiguous"},
+        across="format",
+        cells=(("{}", ("microseconds", "ratio"), TIME),),
+        titles={"sdpa": "torch, contiguous"},
         said=bandwidths,
     ),
-    "append": Table((
-        ("sequences", "batch", "{}"), ("tokens of each", "length", "{:,}"), ("format", "format", "{}"),
-        ("append", "append_microseconds", "{:,.1f} µs"), ("buffer's share", "buffer_microseconds", "{:,.1f} µs"),
-        ("attention", "attention_microseconds", "{:,.1f} µs"), ("of attention's time", "share", "**{:.1%}**"),
-    )),
+    "append": Table(
+        (
+            ("sequences", "batch", "{}"),
+            ("tokens of each", "length", "{:,}"),
+            ("format", "format", "{}"),
+            ("append", "append_microseconds", "{:,.1f} µs"),
+            ("buffer's share", "buffer_microseconds", "{:,.1f} µs"),
+            ("attention", "attention_microseconds", "{:,.1f} µs"),
+            ("of attention's time", "share", "**{:.1%}**"),
+        )
+    ),
     "steps": Table(
-        (("", "what", "{}"),), across=("batch", "length"),
+        (("", "what", "{}"),),
+        across=("batch", "length"),
         cells=(("{} × {:,} tokens", ("microseconds", "ratio"), TIME), ("of bandwidth", "share", "**{:pct}**")),
         said=bandwidths,
     ),
-    "thought-kernels": Table((
-        ("kernel", "kernel", "`{}`"), ("case", "case", "{}"), ("time", "microseconds", "{:us}"),
-        ("of bandwidth", "share", "**{:pct}**"), ("twin", "twin_microseconds", "{:us}"),
-        ("twin, captured?", "twin_recorded_microseconds", "{:us}"),
-    )),
-    "counters": Table((
-        ("case", ("case", "batch", "length"), "{}: {} × {:,}"), ("kernel", "kernel", "`{}`"),
-        ("bandwidth of memory", "dram", "{:.0f}%"), ("issue slots", "issue", "{:.0f}%"),
-        ("warps", "warps", "{:.0f}%"), ("cycles that a warp waits for memory", "waiting_for_memory", "{:.1f}"),
-    )),
+    "thought-kernels": Table(
+        (
+            ("kernel", "kernel", "`{}`"),
+            ("case", "case", "{}"),
+            ("time", "microseconds", "{:us}"),
+            ("of bandwidth", "share", "**{:pct}**"),
+            ("twin", "twin_microseconds", "{:us}"),
+            ("twin, captured?", "twin_recorded_microseconds", "{:us}"),
+        )
+    ),
+    "counters": Table(
+        (
+            ("case", ("case", "batch", "length"), "{}: {} × {:,}"),
+            ("kernel", "kernel", "`{}`"),
+            ("bandwidth of memory", "dram", "{:.0f}%"),
+            ("issue slots", "issue", "{:.0f}%"),
+            ("warps", "warps", "{:.0f}%"),
+            ("cycles that a warp waits for memory", "waiting_for_memory", "{:.1f}"),
+        )
+    ),
     "sanitize": Table(
-        (("tool", "tool", "{}"), ("errors", "errors", "**{}**"), ("processes", "processes", "{}"),
-         ("tests", "tests", "{}")),
+        (
+            ("tool", "tool", "{}"),
+            ("errors", "errors", "**{}**"),
+            ("processes", "processes", "{}"),
+            ("tests", "tests", "{}"),
+        ),
         rows=tools,
     ),
-}  # fmt: skip
+}

@@ -34,9 +34,16 @@ GRID = {
 # Policies that protect the prompt by default, so that their texts do not say it. The pool names its runs by these
 # texts: they stay as they are when a default changes.
 PROTECTING = (
-    "answer_oracle", "crystal_kv", "crystal_kv_lite", "dynts", "hindsight_oracle", "needs_oracle", "raas",
-    "random_attention", "skipkv",
-)  # fmt: skip
+    "answer_oracle",
+    "crystal_kv",
+    "crystal_kv_lite",
+    "dynts",
+    "hindsight_oracle",
+    "needs_oracle",
+    "raas",
+    "random_attention",
+    "skipkv",
+)
 
 RKV = "rkv:buffer=16,protect_prompt=true"  # R-KV in comparisons: GRID's buffer, the prompt stays
 
@@ -88,9 +95,17 @@ def best(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 CHOSEN = {  # what `best` finds (tested)
     name: protected(name, setting)
     for name, setting in {
-        "h2o": "recent=0.75", "tova": "", "scissorhands": "history=400,buffer=16", "snapkv_decode": "buffer=16",
-        "ada_snapkv": "buffer=16,floor=0.8", "pyramidkv": "buffer=16,beta=2", "raas": "",
-        "lazy_eviction": "window=16,alpha=0.01", "morphkv": "window=32", "random_attention": "buffer=16",
-        "vase": "buffer=16,variant=dkv", "sepllm": "window=0.6",
+        "h2o": "recent=0.75",
+        "tova": "",
+        "scissorhands": "history=400,buffer=16",
+        "snapkv_decode": "buffer=16",
+        "ada_snapkv": "buffer=16,floor=0.8",
+        "pyramidkv": "buffer=16,beta=2",
+        "raas": "",
+        "lazy_eviction": "window=16,alpha=0.01",
+        "morphkv": "window=32",
+        "random_attention": "buffer=16",
+        "vase": "buffer=16,variant=dkv",
+        "sepllm": "window=0.6",
     }.items()
-}  # fmt: skip
+}

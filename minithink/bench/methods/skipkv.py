@@ -38,38 +38,76 @@ def _of(*options: str) -> tuple[str, ...]:
 SWEEPS = {
     "skipkv": Sweep(
         "SkipKV, its score by the letter of the paper, and other methods",
-        (*_of(CHOSEN, "tau=0.9,steering=false", "steering=false", f"form=paper,{CHOSEN}"), RKV, "seal", f"seal+{RKV}",
-         H2O, f"seal+{H2O}", "random:protect_prompt=true"),
-        budgets=BUDGETS, split="test", needed=True, beside=RKV,
+        (
+            *_of(CHOSEN, "tau=0.9,steering=false", "steering=false", f"form=paper,{CHOSEN}"),
+            RKV,
+            "seal",
+            f"seal+{RKV}",
+            H2O,
+            f"seal+{H2O}",
+            "random:protect_prompt=true",
+        ),
+        budgets=BUDGETS,
+        split="test",
+        needed=True,
+        beside=RKV,
     ),
     "skipkv-parts": Sweep(
         "sentences and steering, each alone (table 2)",
-        (RKV, *_of(NEITHER, "tau=0.9,steering=false", "skip=false,at=boundary", CHOSEN,
-                   "tau=0.9,alpha_0=0.25,gamma=0.005", "tau=0.9")),
-        budgets=(0.25, 0.5), beside=_of(NEITHER)[0],
+        (
+            RKV,
+            *_of(
+                NEITHER,
+                "tau=0.9,steering=false",
+                "skip=false,at=boundary",
+                CHOSEN,
+                "tau=0.9,alpha_0=0.25,gamma=0.005",
+                "tau=0.9",
+            ),
+        ),
+        budgets=(0.25, 0.5),
+        beside=_of(NEITHER)[0],
     ),
     "skipkv-tau": Sweep(
         "the similarity above which a sentence is penalised, τ",
-        _of(*(f"steering=false,tau={tau:g}" for tau in (0.8, 0.9, 0.95, 0.98, 1))), budgets=(0.25, 0.5),
+        _of(*(f"steering=false,tau={tau:g}" for tau in (0.8, 0.9, 0.95, 0.98, 1))),
+        budgets=(0.25, 0.5),
     ),
     "skipkv-steering": Sweep(
         "steering alone: by vector, place, strength and layer",
-        ("seal", "seal:vector=matched",
-         *(f"seal:vector={vector},alpha_0={alpha:g}" for vector in ("plain", "matched") for alpha in (0.25, 0.5, 2)),
-         *(f"seal:at=every,vector={vector},alpha_0={alpha:g}"
-           for vector in ("plain", "matched") for alpha in (0.1, 0.25, 1)),
-         *(f"seal:vector=matched,layer={layer}" for layer in (3, 4, 5))),
+        (
+            "seal",
+            "seal:vector=matched",
+            *(
+                f"seal:vector={vector},alpha_0={alpha:g}"
+                for vector in ("plain", "matched")
+                for alpha in (0.25, 0.5, 2)
+            ),
+            *(
+                f"seal:at=every,vector={vector},alpha_0={alpha:g}"
+                for vector in ("plain", "matched")
+                for alpha in (0.1, 0.25, 1)
+            ),
+            *(f"seal:vector=matched,layer={layer}" for layer in (3, 4, 5)),
+        ),
         budgets=(),
     ),
     "skipkv-padded": Sweep(
-        "budgets that pay for the padding of batches of 10 (table 3)", (*_of(CHOSEN), RKV), budgets=(0.25, 0.5),
-        padded=10, beside=RKV,
+        "budgets that pay for the padding of batches of 10 (table 3)",
+        (*_of(CHOSEN), RKV),
+        budgets=(0.25, 0.5),
+        padded=10,
+        beside=RKV,
     ),
     "skipkv-grouped": Sweep(
-        "the same with batches of prompts of similar length", (*_of(CHOSEN), RKV), budgets=(0.25, 0.5), padded=10,
-        group=True, beside=RKV,
+        "the same with batches of prompts of similar length",
+        (*_of(CHOSEN), RKV),
+        budgets=(0.25, 0.5),
+        padded=10,
+        group=True,
+        beside=RKV,
     ),
-}  # fmt: skip
+}
 
 # Steps and throughput on synthetic caches --------------------------------------------------------------------------
 
@@ -134,9 +172,12 @@ STAND_INS: StandIns = {
     SkipKV: lambda policy, share, seed, layers: _informed(Filled, policy),
 }
 METHODS = {
-    "full": "full", "seal": "seal", "rkv": "rkv:budget={budget}", "skipkv": "skipkv:budget={budget}",
+    "full": "full",
+    "seal": "seal",
+    "rkv": "rkv:budget={budget}",
+    "skipkv": "skipkv:budget={budget}",
     "skipkv-sentences": "skipkv:budget={budget},steering=false",
-}  # fmt: skip
+}
 
 
 def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
@@ -166,10 +207,13 @@ def by_layer(result: Result) -> Iterator[Row]:
     m = result["measurements"]
     for i, plain in enumerate(m["separation"]["plain"]):
         yield {
-            "layer": f"**{i}**" if i == result["layer"] else f"{i}", "plain": plain,
-            "matched": m["separation"]["matched"][i], "norm": m["norm"]["plain"][i],
-            "norm_matched": m["norm"]["matched"][i], "cosine": m["cosine"][i],
-        }  # fmt: skip
+            "layer": f"**{i}**" if i == result["layer"] else f"{i}",
+            "plain": plain,
+            "matched": m["separation"]["matched"][i],
+            "norm": m["norm"]["plain"][i],
+            "norm_matched": m["norm"]["matched"][i],
+            "cosine": m["cosine"][i],
+        }
 
 
 def texts(result: Result) -> list[str]:
@@ -207,22 +251,41 @@ def steps(result: Result) -> list[Row]:
 
 TABLES = {
     "skipkv-steps": Table(
-        (("method", "method", "`{}`"), ("sequences", "batch", "{:,}"),
-         ("a step", "step_milliseconds", "**{:.2f} ms**"), ("more than R-KV's", "over", "{:.1%}"),
-         ("on the GPU", "gpu_milliseconds", "{:.2f} ms"), ("more than R-KV's", "gpu_over", "{:.1%}"),
-         ("of it the decision", "parts_milliseconds.eviction", "{:.2f} ms")),
-        rows=steps, said=shape_said, kind="step", file="skipkv",
+        (
+            ("method", "method", "`{}`"),
+            ("sequences", "batch", "{:,}"),
+            ("a step", "step_milliseconds", "**{:.2f} ms**"),
+            ("more than R-KV's", "over", "{:.1%}"),
+            ("on the GPU", "gpu_milliseconds", "{:.2f} ms"),
+            ("more than R-KV's", "gpu_over", "{:.1%}"),
+            ("of it the decision", "parts_milliseconds.eviction", "{:.2f} ms"),
+        ),
+        rows=steps,
+        said=shape_said,
+        kind="step",
+        file="skipkv",
     ),
     "skipkv-embedded": Table(
-        (("sequences", "batch", "{:,}"),), across="method", rows=steps,
-        cells=(("`{}`: a step", "step_milliseconds", "**{:.2f} ms**"),
-               ("tokens a second", "tokens_per_second", "{:,.0f}")),
+        (("sequences", "batch", "{:,}"),),
+        across="method",
+        rows=steps,
+        cells=(
+            ("`{}`: a step", "step_milliseconds", "**{:.2f} ms**"),
+            ("tokens a second", "tokens_per_second", "{:,.0f}"),
+        ),
         said=shape_said,
     ),
     "steering": Table(
-        (("layer", "layer", "{}"), ("separation, plain", "plain", "{:.2f}"), ("matched", "matched", "{:.2f}"),
-         ("length of V, plain", "norm", "{:.1f}"), ("matched", "norm_matched", "{:.1f}"),
-         ("cosine of both", "cosine", "{:.2f}")),
-        rows=by_layer, said=texts, shipped=TINY / "steering.safetensors",
+        (
+            ("layer", "layer", "{}"),
+            ("separation, plain", "plain", "{:.2f}"),
+            ("matched", "matched", "{:.2f}"),
+            ("length of V, plain", "norm", "{:.1f}"),
+            ("matched", "norm_matched", "{:.1f}"),
+            ("cosine of both", "cosine", "{:.2f}"),
+        ),
+        rows=by_layer,
+        said=texts,
+        shipped=TINY / "steering.safetensors",
     ),
-}  # fmt: skip
+}

@@ -67,41 +67,62 @@ OTHERS = (RKV, CHOSEN["random_attention"])  # in full precision, the prompt stay
 SWEEPS = {
     "main": Sweep(
         "ThinKV, its two halves and other methods",
-        ("thinkv", "thinkv:types=1", "tbq", "tbe", *OTHERS, "rkv", "kivi", "kivi:bits=4", "pm_kvq",
-         "pm_kvq:max_len=2048"),
-        budgets=WIDE, split="test", beside=RKV,
+        (
+            "thinkv",
+            "thinkv:types=1",
+            "tbq",
+            "tbe",
+            *OTHERS,
+            "rkv",
+            "kivi",
+            "kivi:bits=4",
+            "pm_kvq",
+            "pm_kvq:max_len=2048",
+        ),
+        budgets=WIDE,
+        split="test",
+        beside=RKV,
     ),
     "main-few": Sweep(
-        "others with so few tokens that they take as few bytes as ThinKV", OTHERS, budgets=(0.03125, 0.0625),
-        split="test", beside=RKV,
+        "others with so few tokens that they take as few bytes as ThinKV",
+        OTHERS,
+        budgets=(0.03125, 0.0625),
+        split="test",
+        beside=RKV,
     ),
     "recall": Sweep(
-        "of the tokens that full attention looks at most, how many are held", ("thinkv", "tbe", "rkv"),
-        budgets=WIDE, recall=True,
+        "of the tokens that full attention looks at most, how many are held",
+        ("thinkv", "tbe", "rkv"),
+        budgets=WIDE,
+        recall=True,
     ),
     "formats": _settings("floating points and integers of 4 and 2 bits", "", "four=int4s,two=int2s"),
     "precision": _settings("bits by thought type", "", *(f"precision={p}" for p in PRECISIONS)),
     "sensitivity": Sweep(
         "bits of the keys, or of the values, of one type, with 8 for all others and no eviction",
-        (f"tbq:precision={EIGHT}", *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
-         *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE)),
+        (
+            f"tbq:precision={EIGHT}",
+            *(f"tbq:precision={one},v_precision={EIGHT}" for one in SENSITIVE),
+            *(f"tbq:precision={EIGHT},v_precision={one}" for one in SENSITIVE),
+        ),
         budgets=(),
     ),
     "tau": _settings("the tokens of a segment, τ", "tau=32", "tau=64", "", "tau=256"),
     "types": _settings("the number of types, |T|", "types=1", "types=2", ""),
     "layers": _settings("the number of measured layers, |L*|", *_of_layers()),
-    "retention": _settings(
-        "the last number of the retention schedule", *(f"retention={r}" for r in RETENTIONS), ""
-    ),
+    "retention": _settings("the last number of the retention schedule", *(f"retention={r}" for r in RETENTIONS), ""),
     "block": _settings("slots of a page", "block=4", "", "block=16", "block=32"),
     "key-axis": Sweep(
         "a scale for each channel of a group of keys, or for each key",
-        (*_of("", "key_axis=channel", "precision=R4E2T2", "precision=R4E2T2,key_axis=channel"), "tbq",
-         "tbq:key_axis=channel"),
+        (
+            *_of("", "key_axis=channel", "precision=R4E2T2", "precision=R4E2T2,key_axis=channel"),
+            "tbq",
+            "tbq:key_axis=channel",
+        ),
         beside="thinkv",
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv"), beside="thinkv"),
-}  # fmt: skip
+}
 
 # Steps: caches whose types of thoughts are drawn -------------------------------------------------------------------
 
@@ -165,12 +186,18 @@ OWN = "thinkv:budget={budget},tau={tau}"
 OTHER = "rkv:budget={budget},buffer={buffer}"
 EVERY = "rkv:budget={budget},buffer=0"  # evicts at every step
 METHODS = {
-    "full": "full", "thinkv": OWN, "thinkv-channel": f"{OWN},key_axis=channel",
-    "tbe": "tbe:budget={budget},tau={tau}", "rkv": OTHER, "rkv-gather": f"{OTHER},compaction=gather",
-    "rkv-overlapped": f"{OTHER},compaction=overlapped", "rkv-every": EVERY,
-    "rkv-every-gather": f"{EVERY},compaction=gather", "rkv-every-overlapped": f"{EVERY},compaction=overlapped",
+    "full": "full",
+    "thinkv": OWN,
+    "thinkv-channel": f"{OWN},key_axis=channel",
+    "tbe": "tbe:budget={budget},tau={tau}",
+    "rkv": OTHER,
+    "rkv-gather": f"{OTHER},compaction=gather",
+    "rkv-overlapped": f"{OTHER},compaction=overlapped",
+    "rkv-every": EVERY,
+    "rkv-every-gather": f"{EVERY},compaction=gather",
+    "rkv-every-overlapped": f"{EVERY},compaction=overlapped",
     **{name: f"{OWN},block={n}" for name, n in SLOTS.items()},
-}  # fmt: skip
+}
 PEER = "transformers"  # its full cache; no policy
 TYPED = ("thinkv", "thinkv-channel", "tbe", *SLOTS)  # methods that draw types
 REQUEST = (("full", 1), ("rkv", 1), ("rkv-gather", 1), ("rkv-overlapped", 1), ("thinkv", 1), ("thinkv", 64))
@@ -202,8 +229,11 @@ CASES = {
     "thinkv": Cases(
         "ThinKV at its steady state beside R-KV and a full cache: steps and their parts, bytes, throughput.",
         METHODS,
-        {"budget": (1024, "tokens of a lane"), "tau": (128, "tokens of a segment"),
-         "buffer": (128, "tokens that R-KV gathers before it evicts")},
+        {
+            "budget": (1024, "tokens of a lane"),
+            "tau": (128, "tokens of a segment"),
+            "buffer": (128, "tokens that R-KV gathers before it evicts"),
+        },
         cases,
         goals=(
             Goal("step/tbe/256/T30", "step/rkv-every-overlapped/256", 3.0),
@@ -212,10 +242,11 @@ CASES = {
             Goal("throughput/thinkv/T30", "throughput/transformers", 28.0),
             Goal("throughput/thinkv/T30", "throughput/rkv", 0.85, of_bound=True),
         ),
-        parts=PARTS, lines=LINES,
+        parts=PARTS,
+        lines=LINES,
         unplotted=(*SLOTS, "rkv-every", "rkv-every-gather", "rkv-every-overlapped"),
     )
-}  # fmt: skip
+}
 
 # Kernels: what types of thoughts cost beside attention --------------------------------------------------------------
 
@@ -365,47 +396,108 @@ LIMIT: Column = ("of the limit", "share_of_limit", "{:.0%}")
 ANNEALED: Column = ("case 1 / case 2", annealed, BOTH)
 STEP_TABLES = {
     "thinkv-steps": Table(
-        (METHOD, MANY, STEP, SPEED, LIMIT, ("refresh + eviction", "overhead", "{:.1%}"),
-         ("gather", "parts_shares.gather", "{:.1%}"), ANNEALED),
-        rows=partial(of_kind, kind="step"), said=steps_said, kind="step", goals=CASES["thinkv"].goals,
+        (
+            METHOD,
+            MANY,
+            STEP,
+            SPEED,
+            LIMIT,
+            ("refresh + eviction", "overhead", "{:.1%}"),
+            ("gather", "parts_shares.gather", "{:.1%}"),
+            ANNEALED,
+        ),
+        rows=partial(of_kind, kind="step"),
+        said=steps_said,
+        kind="step",
+        goals=CASES["thinkv"].goals,
     ),
     "thinkv-parts": Table(
-        (METHOD, ("sequences", "batch", "{}"),
-         *((part, f"layer_microseconds.{part}", "{:,.1f} µs") for part in PARTS),
-         *((f"steps with {name}", called(name), "{:.2%}") for name in ("refresh", "eviction", "flush")), ANNEALED),
-        rows=lambda result: [m for m in of_kind(result, "step") if m["batch"] in SEQUENCES], kind="step",
+        (
+            METHOD,
+            ("sequences", "batch", "{}"),
+            *((part, f"layer_microseconds.{part}", "{:,.1f} µs") for part in PARTS),
+            *((f"steps with {name}", called(name), "{:.2%}") for name in ("refresh", "eviction", "flush")),
+            ANNEALED,
+        ),
+        rows=lambda result: [m for m in of_kind(result, "step") if m["batch"] in SEQUENCES],
+        kind="step",
         said=lambda result: ["Times of one layer. Steps are those of one sequence, in which it is called.", ""],
     ),
     "thinkv-blocks": Table(
-        (("slots of a page", "slots", "{}"), MANY, STEP, SPEED,
-         ("attention of a layer", "layer_microseconds.attention", "{:,.1f} µs"), ANNEALED),
-        rows=slots, kind="*",
+        (
+            ("slots of a page", "slots", "{}"),
+            MANY,
+            STEP,
+            SPEED,
+            ("attention of a layer", "layer_microseconds.attention", "{:,.1f} µs"),
+            ANNEALED,
+        ),
+        rows=slots,
+        kind="*",
     ),
     "thinkv-bytes": Table(
-        (METHOD, ("of the full cache", "share", "**{:.2%}**"),
-         ("a sequence", lambda m: m["bytes"] / 2**20, "{:,.1f} MiB"),
-         *((name, mib(kind), "{:,.1f} MiB") for name, kind in
-           (("codes", "payload"), ("scales", "scales"), ("buffers", "buffers"), ("tables and the rest", "rest"))),
-         ("whole pool", "pool_share", "{:.2%}"), ("pages used", "pages_share", "{:.0%}"), ANNEALED),
-        rows=partial(of_kind, kind="bytes"), said=bytes_said, kind="bytes",
+        (
+            METHOD,
+            ("of the full cache", "share", "**{:.2%}**"),
+            ("a sequence", lambda m: m["bytes"] / 2**20, "{:,.1f} MiB"),
+            *(
+                (name, mib(kind), "{:,.1f} MiB")
+                for name, kind in (
+                    ("codes", "payload"),
+                    ("scales", "scales"),
+                    ("buffers", "buffers"),
+                    ("tables and the rest", "rest"),
+                )
+            ),
+            ("whole pool", "pool_share", "{:.2%}"),
+            ("pages used", "pages_share", "{:.0%}"),
+            ANNEALED,
+        ),
+        rows=partial(of_kind, kind="bytes"),
+        said=bytes_said,
+        kind="bytes",
     ),
     "thinkv-requests": Table(
-        (METHOD, ("a request", seconds, "**{:,.0f} s**"), ("a step", "step_milliseconds", "{:.2f} ms"), LIMIT,
-         ANNEALED),
-        rows=lambda result: [m for m in of_kind(result, "request") if m["batch"] == 1], kind="*",
+        (
+            METHOD,
+            ("a request", seconds, "**{:,.0f} s**"),
+            ("a step", "step_milliseconds", "{:.2f} ms"),
+            LIMIT,
+            ANNEALED,
+        ),
+        rows=lambda result: [m for m in of_kind(result, "request") if m["batch"] == 1],
+        kind="*",
     ),
     "thinkv-levels": Table(
-        (METHOD, MANY, ("tokens", "level", "{:,}"), ("a step", "step_milliseconds", "{:.2f} ms"),
-         ("attention", "parts_milliseconds.attention", "{:.2f} ms"), ("refresh + eviction", decided, "{:.2f} ms"),
-         ("of the step", "overhead", "**{:.1%}**"),
-         ("sequences that decide", "rates.decision.sequence_steps", "{:.1%}"), ANNEALED),
-        rows=growing, said=levels_said, kind="*",
+        (
+            METHOD,
+            MANY,
+            ("tokens", "level", "{:,}"),
+            ("a step", "step_milliseconds", "{:.2f} ms"),
+            ("attention", "parts_milliseconds.attention", "{:.2f} ms"),
+            ("refresh + eviction", decided, "{:.2f} ms"),
+            ("of the step", "overhead", "**{:.1%}**"),
+            ("sequences that decide", "rates.decision.sequence_steps", "{:.1%}"),
+            ANNEALED,
+        ),
+        rows=growing,
+        said=levels_said,
+        kind="*",
     ),
     "thinkv-throughput": Table(
-        (METHOD, MANY, ("a step", "step_milliseconds", "{:.1f} ms"),
-         ("tokens a second", "tokens_per_second", "**{:,.0f}**"),
-         ("a request", seconds, "{:,.0f} s"), LIMIT, ("of the bound", of_bound, "{:.0%}"), ANNEALED),
-        rows=partial(of_kind, kind="throughput"), kind="throughput", goals=CASES["thinkv"].goals,
+        (
+            METHOD,
+            MANY,
+            ("a step", "step_milliseconds", "{:.1f} ms"),
+            ("tokens a second", "tokens_per_second", "**{:,.0f}**"),
+            ("a request", seconds, "{:,.0f} s"),
+            LIMIT,
+            ("of the bound", of_bound, "{:.0%}"),
+            ANNEALED,
+        ),
+        rows=partial(of_kind, kind="throughput"),
+        kind="throughput",
+        goals=CASES["thinkv"].goals,
     ),
-}  # fmt: skip
+}
 TABLES = {name: replace(table, file="thinkv") for name, table in STEP_TABLES.items()}

@@ -52,19 +52,27 @@ def by_type(m: Row) -> tuple[float, ...]:
 
 
 THRESHOLDS = Table(
-    (("types by", "name", "{}"), ("compared with", "other", "{}"),
-     ("thresholds", lambda m: ", ".join(f"{x:.3f}" for x in m["thresholds"]), "{}"),
-     ("E / R / T", by_type, "{:.0%} / {:.0%} / {:.0%}"), ("segments", "segments", "{:,}"),
-     ("agree", "agree", "{:.0%}"),
-     ("κ", "kappa", "{:.2f}"), ("one type for all", "majority", "{:.0%}")),
-    rows=thresholds, said=thresholds_said,
-)  # fmt: skip
+    (
+        ("types by", "name", "{}"),
+        ("compared with", "other", "{}"),
+        ("thresholds", lambda m: ", ".join(f"{x:.3f}" for x in m["thresholds"]), "{}"),
+        ("E / R / T", by_type, "{:.0%} / {:.0%} / {:.0%}"),
+        ("segments", "segments", "{:,}"),
+        ("agree", "agree", "{:.0%}"),
+        ("κ", "kappa", "{:.2f}"),
+        ("one type for all", "majority", "{:.0%}"),
+    ),
+    rows=thresholds,
+    said=thresholds_said,
+)
 TABLES = {
     "thoughts": Table(
-        (("layer", "layer", "{}"), ("sparsity", ("mean", "sd"), "{:.2f} ± {:.2f}")), rows=layers, across="what",
+        (("layer", "layer", "{}"), ("sparsity", ("mean", "sd"), "{:.2f} ± {:.2f}")),
+        rows=layers,
+        across="what",
         cells=(("{}", "of_prompts", "{:.0%}"),),
         last=(("agrees with keywords", "agree", "{:.0%}"), ("κ", "kappa", "{:.2f}")),
     ),
     **dict.fromkeys(("thresholds", "thresholds-2"), THRESHOLDS),
-}  # fmt: skip
+}
 TABLES |= {name: replace(TABLES[name], shipped=TINY / file) for name, file in FILES.items()}

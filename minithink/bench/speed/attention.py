@@ -87,9 +87,13 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def report(
-    name: str, args: argparse.Namespace, argv: Sequence[str], settings: dict[str, Any],
-    rows: Callable[[dict[str, Any]], Iterator[Measurement]], file: str = "",
-) -> int:  # fmt: skip
+    name: str,
+    args: argparse.Namespace,
+    argv: Sequence[str],
+    settings: dict[str, Any],
+    rows: Callable[[dict[str, Any]], Iterator[Measurement]],
+    file: str = "",
+) -> int:
     """Measure kernels, write after every row, print each → 0. MinithinkError: there is no GPU.
 
     Args:
@@ -176,9 +180,15 @@ def empty_store(storage: Storage, layers: int, batch: int, tokens: int) -> Paged
     pages = -(-tokens // lay.slots)
     groups = -(-tokens // lay.k.group) + 1 if lay.by_token else 0
     return PagedStore(
-        shape, storage, pages=lanes * pages, groups=lanes * groups, dtype=DTYPE, columns=tokens,
-        table_width=pages, backend=triton_backend(),
-    )  # fmt: skip
+        shape,
+        storage,
+        pages=lanes * pages,
+        groups=lanes * groups,
+        dtype=DTYPE,
+        columns=tokens,
+        table_width=pages,
+        backend=triton_backend(),
+    )
 
 
 def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedStore:

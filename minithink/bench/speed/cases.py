@@ -66,21 +66,25 @@ SOME = 32  # sequences whose bytes are counted at once: bounds the memory of the
 
 
 NUMBERS = {
-    "prompt-tokens": (128, "tokens of each prompt"), "start": (4096, "tokens before steps are measured"),
-    "steps": (256, "measured steps"), "warm": (16, "steps before the measured steps"),
+    "prompt-tokens": (128, "tokens of each prompt"),
+    "start": (4096, "tokens before steps are measured"),
+    "steps": (256, "measured steps"),
+    "warm": (16, "steps before the measured steps"),
     "tokens": (32_768, "tokens of a sequence, for bytes and throughput"),
     "levels": (8, "lengths at which requests and throughput are measured"),
     "level-steps": (32, "measured steps at each level"),
     "few": (16, "sequences with types that are filled where many are measured; the others are copies"),
     "byte-rows": (2, "sequences whose bytes are averaged"),
-}  # fmt: skip
+}
 
 
 SAID = {  # field of a case → its words on the screen
-    "step_milliseconds": "{:.2f} ms a step", "tokens_per_second": "{:,.0f} tokens a second",
-    "share_of_limit": "{:.0%} of the limit", "overhead": "{:.1%} refresh and eviction",
+    "step_milliseconds": "{:.2f} ms a step",
+    "tokens_per_second": "{:,.0f} tokens a second",
+    "share_of_limit": "{:.0%} of the limit",
+    "overhead": "{:.1%} refresh and eviction",
     "share": "{:.2%} of the full cache",
-}  # fmt: skip
+}
 
 
 class Command:
@@ -100,24 +104,50 @@ class Command:
         add("--model-shape", default="llama-8b", choices=tuple(CONFIGS))
         add("--layers", type=n, metavar="N", help="layers of the shape; fewer for a quick look (default: all)")
         add("--cases", nargs="+", default=["*"], metavar="NAME", help="cases, such as 'step/*/64/*' (default: all)")
-        add("--batch", nargs="+", type=n, default=[1, 8, 64, 256], metavar="N",
-            help="sequences of the step cases (default 1 8 64 256)")  # fmt: skip
-        add("--transition-share", nargs="+", type=share, default=[0.3, 0.1, 0.5], metavar="X",
-            help="drawn share of transitions (default 0.3 0.1 0.5; throughput has the first)")  # fmt: skip
+        add(
+            "--batch",
+            nargs="+",
+            type=n,
+            default=[1, 8, 64, 256],
+            metavar="N",
+            help="sequences of the step cases (default 1 8 64 256)",
+        )
+        add(
+            "--transition-share",
+            nargs="+",
+            type=share,
+            default=[0.3, 0.1, 0.5],
+            metavar="X",
+            help="drawn share of transitions (default 0.3 0.1 0.5; throughput has the first)",
+        )
         for name, (value, what) in (*self.entry.numbers.items(), *NUMBERS.items()):
             add(f"--{name}", type=n, default=value, metavar="N", help=f"{what} (default {value:,})")
         add("--memory", type=gib, metavar="GIB", help="memory (default: the GPU's; 8 on a CPU)")
-        add("--headroom", type=gib, metavar="GIB",
-            help="memory kept free of weights and cache (default 8; 1 on a CPU)")  # fmt: skip
-        add("--pool", type=some, default=1.0, metavar="X",
+        add(
+            "--headroom",
+            type=gib,
+            metavar="GIB",
+            help="memory kept free of weights and cache (default 8; 1 on a CPU)",
+        )
+        add(
+            "--pool",
+            type=some,
+            default=1.0,
+            metavar="X",
             help="pages of methods with types or a shared budget, as a share of the worst case's; too few pages end "
-            "a case (default 1)")  # fmt: skip
+            "a case (default 1)",
+        )
         add("--lockstep", action="store_true", help="all sequences are at the same token (default: spread)")
         add("--seed", type=natural, default=0, metavar="N", help="seed of types and tokens (default 0)")
         add("--time-budget", type=n, metavar="SECONDS", help="begin no case after this time")
         add("--join", type=Path, nargs="+", default=[], metavar="FILE", help="also take these files' measurements")
-        add("--plot", type=location, metavar="DIR", help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg"
-            + (", and generations, -levels.svg" if self.entry.by_level else ""))  # fmt: skip
+        add(
+            "--plot",
+            type=location,
+            metavar="DIR",
+            help=f"draw steps, DIR/{self.name}-parts.svg and -latency.svg"
+            + (", and generations, -levels.svg" if self.entry.by_level else ""),
+        )
         add("--plot-only", action="store_true", help="measure nothing: draw what the output holds")
         add("--output", metavar="FILE", help=f"default: docs/results/{self.name}.json")
 
@@ -209,9 +239,10 @@ class Command:
             torch.cuda.empty_cache()  # nothing without CUDA
         write(ended=True)
         for text in (
-            *map(line, result["measurements"]), *map(str, comparisons(entry.goals, result["measurements"])),
+            *map(line, result["measurements"]),
+            *map(str, comparisons(entry.goals, result["measurements"])),
             *(f"left out: {text}" for text in result["left_out"]),
-        ):  # fmt: skip
+        ):
             print(text)
         print(f"written to {path}", file=sys.stderr)
         if todo and len(result["left_out"]) == len(todo) and not deadline.over():
@@ -251,8 +282,9 @@ def _settings(entry: Cases, args: argparse.Namespace, case: Case) -> dict[str, A
     """The options that a case depends on."""
     names = ["device", "model_shape", "layers", *entry.numbers, "prompt_tokens", "lockstep", "seed", "pool"]
     names += {
-        "step": ["start", "steps", "warm"], "bytes": ["tokens", "byte_rows", "levels"],
-    }.get(case.kind, ["tokens", "levels", "level_steps", "warm"])  # fmt: skip
+        "step": ["start", "steps", "warm"],
+        "bytes": ["tokens", "byte_rows", "levels"],
+    }.get(case.kind, ["tokens", "levels", "level_steps", "warm"])
     names += ["memory", "headroom"] if case.kind == "throughput" else []
     names += ["few"] if case.kind in ("request", "throughput") and case.batch != 1 and case.drawn is not None else []
     return {name: getattr(args, name) for name in names}
@@ -345,11 +377,18 @@ class Bench:
             length += max(0, self.args.tokens - steady.enough)
         full = length * self.config.kv_bytes_per_token(2)
         return {
-            "rows": len(rows), "length": length, "held_tokens": max(cache.held(i) for i in rows), "kinds": kinds,
-            "bytes": sum(kinds.values()), "full_bytes": full, "share": sum(kinds.values()) / full,
-            "free_share": free / full, "pool_share": cache.ledger().total / len(rows) / full,
-            "pages_share": pages / cache.store.slots.table.free_pages.count, **counted(steady),
-        }  # fmt: skip
+            "rows": len(rows),
+            "length": length,
+            "held_tokens": max(cache.held(i) for i in rows),
+            "kinds": kinds,
+            "bytes": sum(kinds.values()),
+            "full_bytes": full,
+            "share": sum(kinds.values()) / full,
+            "free_share": free / full,
+            "pool_share": cache.ledger().total / len(rows) / full,
+            "pages_share": pages / cache.store.slots.table.free_pages.count,
+            **counted(steady),
+        }
 
     @property
     def levels(self) -> list[int]:
@@ -380,16 +419,23 @@ class Bench:
             levels.append(m | self.limit(steady, m["step_milliseconds"]))
         bound = statistics.mean(m["bound_milliseconds"] for m in levels)
         return self.whole(batch, levels) | {
-            "bound_milliseconds": bound, "bound_tokens_per_second": batch / bound * 1e3, **counted(steady),
-        }  # fmt: skip
+            "bound_milliseconds": bound,
+            "bound_tokens_per_second": batch / bound * 1e3,
+            **counted(steady),
+        }
 
     def whole(self, batch: int, levels: list[dict[str, Any]]) -> dict[str, Any]:
         """A generation, from the steps at each of its levels."""
         step, limit = (statistics.mean(m[x] for m in levels) for x in ("step_milliseconds", "limit_milliseconds"))
         return {
-            "batch": batch, "memory": self.memory, "tokens_per_second": batch / step * 1e3, "step_milliseconds": step,
-            "limit_milliseconds": limit, "share_of_limit": limit / step, "levels": levels,
-        }  # fmt: skip
+            "batch": batch,
+            "memory": self.memory,
+            "tokens_per_second": batch / step * 1e3,
+            "step_milliseconds": step,
+            "limit_milliseconds": limit,
+            "share_of_limit": limit / step,
+            "levels": levels,
+        }
 
     def theirs(self) -> dict[str, Any]:
         """A whole generation of transformers, at the largest batch that it has memory for. The last case: our weights
@@ -433,11 +479,15 @@ class Bench:
         by_bytes, by_flops = (self.weights + held) / self.model.bandwidth, flops / self.flops
         limit = 1e3 * max(by_bytes, by_flops)
         return {
-            "weight_bytes": self.weights, "cache_bytes": held, "flops": flops,
-            "copy_bytes_per_second": self.model.bandwidth, "matmul_flops_per_second": self.flops,
-            "limit_by": "bytes" if by_bytes >= by_flops else "flops", "limit_milliseconds": limit,
+            "weight_bytes": self.weights,
+            "cache_bytes": held,
+            "flops": flops,
+            "copy_bytes_per_second": self.model.bandwidth,
+            "matmul_flops_per_second": self.flops,
+            "limit_by": "bytes" if by_bytes >= by_flops else "flops",
+            "limit_milliseconds": limit,
             "share_of_limit": limit / milliseconds,
-        }  # fmt: skip
+        }
 
 
 def flop_rate(device: torch.device) -> float:

@@ -45,8 +45,10 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     own.group_uses.zero_()
     for first, old in zip(firsts, held, strict=True):
         rows, stride = len(of[first : first + n]), theirs.table.stride
-        new = [numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
-               for numbers, x in zip(free, old, strict=True)]  # fmt: skip
+        new = [
+            numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
+            for numbers, x in zip(free, old, strict=True)
+        ]
         to_page, to_group = map(_map, lists, free, old, new)
         place = source.lists.place[:, :rows]
         paged = to_page[(place // stride).clamp(min=0).long()] * stride + place % stride

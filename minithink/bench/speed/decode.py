@@ -57,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--peer", action=argparse.BooleanOptionalAction, default=True, help="measure transformers too (default)")
     add(
-        "--peer-cache", nargs="+", choices=CACHES,
+        "--peer-cache",
+        nargs="+",
+        choices=CACHES,
         help="caches of transformers to try, of which the fastest counts (default: both on a CPU; dynamic on a GPU, "
         "where transformers compiles the model for the static one, which takes minutes)",
-    )  # fmt: skip
+    )
     add("--threads", type=positive, default=2, metavar="N", help="of torch, on the CPU (default 2)")
     add("--shapes", nargs="+", choices=SHAPES, help="default: embedded; all of them on a GPU")
     add("--batch", nargs="+", type=positive, metavar="N", help="default: 1 8; 1 32 on a GPU")

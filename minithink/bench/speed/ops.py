@@ -34,10 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench thoughts`."""
     add = parser.add_argument
     add("--batch", type=positive, default=64, metavar="N", help="sequences that attention reads (default 64)")
-    add("--lengths", type=positive, nargs="+", default=[1024, 32768], metavar="N",
-        help="tokens of each (default 1024 32768)")  # fmt: skip
-    add("--due", type=positive, nargs="+", default=[1, 8], metavar="N",
-        help="sequences that are due in one step (default 1 8)")  # fmt: skip
+    add(
+        "--lengths",
+        type=positive,
+        nargs="+",
+        default=[1024, 32768],
+        metavar="N",
+        help="tokens of each (default 1024 32768)",
+    )
+    add(
+        "--due",
+        type=positive,
+        nargs="+",
+        default=[1, 8],
+        metavar="N",
+        help="sequences that are due in one step (default 1 8)",
+    )
     add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
 
@@ -91,9 +103,12 @@ def row(batch: int, length: int, repeats: int) -> Measurement:
         for group in (None, "max_logit")
     )
     return {
-        "kernel": "row", "case": f"{batch} × {length:,} tokens, a layer", "bytes": 4 * batch * KV_HEADS * length,
-        "microseconds": telling - silent, "attention_microseconds": silent,
-    }  # fmt: skip
+        "kernel": "row",
+        "case": f"{batch} × {length:,} tokens, a layer",
+        "bytes": 4 * batch * KV_HEADS * length,
+        "microseconds": telling - silent,
+        "attention_microseconds": silent,
+    }
 
 
 def beside_twin(name: str, inputs: Sequence[tuple[Tensor, ...]], repeats: int) -> Measurement:

@@ -97,8 +97,11 @@ class TimedLoop(DecodeLoop):
             counts["compaction"] = [n if self.cache.store.compaction else 0 for n in taken["decide"]]
         n = len(self.tokens)
         return {
-            "steps": len(times), "recorded_steps": made, "step_milliseconds": mean * 1e3,
-            "slowest_milliseconds": max(times) * 1e3, "tokens_per_second": n / mean,
+            "steps": len(times),
+            "recorded_steps": made,
+            "step_milliseconds": mean * 1e3,
+            "slowest_milliseconds": max(times) * 1e3,
+            "tokens_per_second": n / mean,
             "rates": {name: rates(of, n) for name, of in counts.items()},
             **counted(self.steady, before),
             "observed_steps": sum(s.observed for s in every) / len(times),
@@ -106,7 +109,7 @@ class TimedLoop(DecodeLoop):
                 part: 1e3 * sum(s.seconds for s in every if s.part == part) / len(times)
                 for part in ("step", "decide", "flush")
             },
-        }  # fmt: skip
+        }
 
     def gathers(self, most: int) -> list[float]:
         """Seconds of single gathers, in at most so many steps; the first compiles."""
@@ -203,15 +206,22 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
         gather = calls["gather"] * m["rates"]["compaction"]["steps"]
         in_decide = gather if policy.storage.compaction == "gather" else 0.0
     of = {
-        "attention": attend, "rest": device_ms["step"] - attend - in_step, "refresh": 0.0, **found,
-        "eviction": device_ms["decide"] - in_decide, "gather": gather, "flush": device_ms["flush"],
-    }  # fmt: skip
+        "attention": attend,
+        "rest": device_ms["step"] - attend - in_step,
+        "refresh": 0.0,
+        **found,
+        "eviction": device_ms["decide"] - in_decide,
+        "gather": gather,
+        "flush": device_ms["flush"],
+    }
     whole = sum(of.values())
     return {
-        "parts_milliseconds": of, "parts_shares": {name: x / whole for name, x in of.items()},
-        "layer_microseconds": {name: x * 1e3 / layers for name, x in of.items()}, "call_milliseconds": calls,
+        "parts_milliseconds": of,
+        "parts_shares": {name: x / whole for name, x in of.items()},
+        "layer_microseconds": {name: x * 1e3 / layers for name, x in of.items()},
+        "call_milliseconds": calls,
         "overhead": (of["refresh"] + of["eviction"]) / m["step_milliseconds"],
-    }  # fmt: skip
+    }
 
 
 @torch.inference_mode()

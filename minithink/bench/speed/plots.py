@@ -11,9 +11,13 @@ from minithink.bench.methods import Cases, Row
 from minithink.results.figures import drawing
 
 COLORS = {
-    "attention": "#0072B2", "refresh": "#E69F00", "eviction": "#D55E00", "gather": "#CC79A7", "flush": "#009E73",
+    "attention": "#0072B2",
+    "refresh": "#E69F00",
+    "eviction": "#D55E00",
+    "gather": "#CC79A7",
+    "flush": "#009E73",
     "rest": "#bbbbbb",
-}  # fmt: skip
+}
 ALONG: dict[str, Callable[[Row], float]] = {  # panel → its value at a measured length
     "tokens a second, all sequences": lambda m: m["tokens_per_second"],
     "GiB of the KV cache, all sequences": lambda m: m["cache_bytes"] / 2**30,
@@ -32,8 +36,10 @@ def draw(name: str, entry: Cases, result: Mapping[str, Any], folder: Path) -> li
     lengths = entry.by_level(result) if entry.by_level is not None else []
     paths = []
     for what, picture, height, rows in (
-        ("parts", parts, 3, steps), ("latency", latency, 3, steps), ("levels", levels, 4.5, lengths),
-    ):  # fmt: skip
+        ("parts", parts, 3, steps),
+        ("latency", latency, 3, steps),
+        ("levels", levels, 4.5, lengths),
+    ):
         if not rows:
             continue
         paths.append(folder / f"{name}-{what}.svg")

@@ -47,18 +47,34 @@ from minithink.sampling import SamplingParams
 
 NOISE = 997  # different noise tokens
 LLAMA = ModelConfig(
-    architecture="LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32,
-    num_heads=32, num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
-    rope=RopeScaling("llama3", factor=8.0, original_max_position=8192), dtype="bfloat16",
-)  # fmt: skip
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    rope=RopeScaling("llama3", factor=8.0, original_max_position=8192),
+    dtype="bfloat16",
+)
 CONFIGS = {
     "llama-8b": LLAMA,
     "tiny": replace(
-        LLAMA, vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4, num_kv_heads=2,
+        LLAMA,
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=16,
     ),  # for tests: much smaller than the embedded model
     "embedded": ModelConfig.from_folder(TINY),
-}  # fmt: skip
+}
 
 
 AnyLoop = TypeVar("AnyLoop", bound=DecodeLoop)
@@ -171,9 +187,15 @@ class Steady:
     few: Steady | None = None  # the smaller cache whose sequences are copied
 
     def __init__(
-        self, model: RandomModel, text: Method, batch: int, s: Settings, tokens: int, few: int | None = None,
+        self,
+        model: RandomModel,
+        text: Method,
+        batch: int,
+        s: Settings,
+        tokens: int,
+        few: int | None = None,
         prompts: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             model: reads the prompts, and takes the steps that are measured.
@@ -189,9 +211,14 @@ class Steady:
         self.stand_in = cast(StandIn, policy)
         self.period = self.stand_in.period
         self.cache = Cache(
-            model.config, model.rope, policy, **sizes(model.config, policy, batch, s, tokens, model.dtype),
-            device=model.device, dtype=model.dtype, backend=model.decoder.backend,
-        )  # fmt: skip
+            model.config,
+            model.rope,
+            policy,
+            **sizes(model.config, policy, batch, s, tokens, model.dtype),
+            device=model.device,
+            dtype=model.dtype,
+            backend=model.decoder.backend,
+        )
         self._draw = np.random.default_rng(s.seed)
         self._fill = self.loop(DecodeLoop, Mute(model.config, model.device, model.dtype))
         if few is not None and few < batch and self.stand_in.typed:
@@ -301,15 +328,25 @@ def sizes(
     units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
     # at worst all tokens may be of any one type, or in any one lane
     pages = math.ceil(need.pages * s.pool) if cast(StandIn, policy).pooled else need.pages
-    return {"rows": batch, "tokens": room, "prompt": s.prompt, "prompts": 1, "columns": "fit",
-            "pages": units * (batch * pages + need.prompt_pages)}  # fmt: skip
+    return {
+        "rows": batch,
+        "tokens": room,
+        "prompt": s.prompt,
+        "prompts": 1,
+        "columns": "fit",
+        "pages": units * (batch * pages + need.prompt_pages),
+    }
 
 
 def pool_bytes(config: ModelConfig, text: Method, batch: int, s: Settings, tokens: int) -> int:
     """Bytes of the cache that `Steady` makes, in bfloat16; nothing is allocated. UsageError: no pool is so large."""
     policy = policy_of(text, s, config)
     cache = Cache(
-        config, Rope(replace(config, max_position=1), "meta"), policy, **sizes(config, policy, batch, s, tokens),
-        device="meta", dtype=torch.bfloat16,
-    )  # fmt: skip
+        config,
+        Rope(replace(config, max_position=1), "meta"),
+        policy,
+        **sizes(config, policy, batch, s, tokens),
+        device="meta",
+        dtype=torch.bfloat16,
+    )
     return sum(x.nbytes for x in cache.tensors())

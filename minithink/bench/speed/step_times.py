@@ -36,8 +36,13 @@ KERNEL, PEER = "`kernels/paged_attention.py`", "torch's attention, contiguous"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench steps`."""
     add = parser.add_argument
-    add("--shapes", type=_shapes, default=list(SHAPES), metavar="NxT,NxT",
-        help=f"sequences x tokens of each (default {','.join(f'{n}x{t}' for n, t in SHAPES)})")  # fmt: skip
+    add(
+        "--shapes",
+        type=_shapes,
+        default=list(SHAPES),
+        metavar="NxT,NxT",
+        help=f"sequences x tokens of each (default {','.join(f'{n}x{t}' for n, t in SHAPES)})",
+    )
     add("--sweep", action=argparse.BooleanOptionalAction, default=True, help="time other cuts too (default)")
     add("--repeats", type=positive, default=20, metavar="N", help="replays of each graph (default 20)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")
