@@ -18,7 +18,9 @@ from minithink.evaluate.summary import budget_text
 from minithink.results.figures import drawing
 
 DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
-BETTER, WORSE, ALIKE = "#0072B2", "#D55E00", "#888888"
+BETTER = "#0072B2"
+WORSE = "#D55E00"
+ALIKE = "#888888"
 
 
 def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str, float]]:

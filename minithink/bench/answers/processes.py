@@ -39,7 +39,9 @@ def spread(
         KeyboardInterrupt: after an interrupt, when all running calls have ended.
         MinithinkError: all processes were killed, and items are left.
     """
-    context, todo, interrupted = get_context("spawn"), list(reversed(items)), False
+    context = get_context("spawn")
+    todo = list(reversed(items))
+    interrupted = False
     busy = dict[Any, Item]()  # our end of the pipe to a process → the item that it works on
     started = list[Any]()
     threads = max(1, (os.cpu_count() or 1) // processes)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from minithink.kv.contract import Policy
 
-LAYERS, MEASURED = 32, 4  # of the shape in which operations are timed: layers, layers whose sparsity is measured
+LAYERS = 32  # of the shape in which operations are timed
+MEASURED = 4  # layers whose sparsity is measured
 Result = Mapping[str, Any]  # a file of docs/results
 Row = Mapping[str, Any]  # one measurement of a Result
 Field = str | tuple[str, ...] | Callable[[Row], Any]  # a dotted path in a row, several, or a function of the row

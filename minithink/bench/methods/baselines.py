@@ -210,7 +210,8 @@ BOUND = 1.3  # × the time to read weights and cache: no step should be longer. 
 
 def steps(result: Result) -> list[Row]:
     """Steps by batch, in the order of METHODS, beside the full cache's and beside their bounds."""
-    own, order = [m for m in result["measurements"] if m["kind"] == "step"], [*METHODS]
+    own = [m for m in result["measurements"] if m["kind"] == "step"]
+    order = [*METHODS]
     full = {m["batch"]: m["step_milliseconds"] for m in own if m["method"] == "full"}
     own.sort(key=lambda m: (m["batch"], order.index(m["method"])))
     return [
@@ -267,7 +268,9 @@ TABLES = {
 
 # Kernels ------------------------------------------------------------------------------------------------------------
 
-HEADS, KV_HEADS, DIM = 32, 8, 128  # of a layer
+HEADS = 32  # of a layer
+KV_HEADS = 8
+DIM = 128  # channels of a head
 QUERIES = 2  # W − 1, MorphKV's default
 SEQUENCES = 64  # that are due together: MorphKV decides in every step
 
@@ -277,7 +280,8 @@ def lanes(rows: int, tokens: int, device: str, layers: int = LAYERS, gone: bool 
     newest), and the rows. gone: a known token was evicted, so tokens behind it are one column earlier."""
     shape = layers, rows, KV_HEADS, tokens
     pos = 2 * torch.arange(tokens, dtype=torch.int32, device=device)
-    known, at = pos[:-1], tokens // 3
+    known = pos[:-1]
+    at = tokens // 3
     if gone:
         known = torch.cat((known[:at], known[at : at + 1] - 1, known[at:-1]))
     known = known.expand(*shape[:3], -1).contiguous()
@@ -318,8 +322,10 @@ def window(rows: int, tokens: int, device: str) -> Inputs:
     Each query looks at one channel, which is large in 1, 2, 4 or 8 tokens and 0 in all others. So every softmax
     has equal parts: 1, 1/2, 1/4 or 1/8.
     """
-    older, dtype = tokens - QUERIES - 1, torch.bfloat16
-    channel, column = torch.arange(DIM, device=device), torch.arange(tokens, device=device, dtype=torch.int32)
+    older = tokens - QUERIES - 1
+    dtype = torch.bfloat16
+    channel = torch.arange(DIM, device=device)
+    column = torch.arange(tokens, device=device, dtype=torch.int32)
     first = torch.randint(older, (KV_HEADS, 1, DIM), device=device, dtype=torch.int32)
     k = 64 * ((column[:, None] - first) % older < 2 ** (channel % 4)).to(dtype)  # [Hkv, S, D]
     seen = torch.randint(DIM, (rows, HEADS, QUERIES, 1), device=device)

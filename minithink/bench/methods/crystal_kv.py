@@ -219,7 +219,8 @@ def flat(values: Iterable[Iterable[Any]]) -> list[Any]:
 
 def texts(result: Result) -> list[str]:
     """What was read, as a sentence."""
-    settings, m = result["settings"], result["measurements"]
+    settings = result["settings"]
+    m = result["measurements"]
     text = f"{settings['limit']} problems of `{settings['family']}`, {m['full_cache']['tokens']:,.0f} tokens; "
     text += f"{m['needs']['pairs']} needs whose tokens are more than 64 tokens old, {m['needs']['pairs_of_answer']} "
     return [text + f"of them of answers; λ = {settings['lam']:g}, p = {settings['p']:g}.", ""]
@@ -294,7 +295,8 @@ def heat(result: Result) -> Iterator[Row]:
 
 def heat_said(result: Result) -> list[str]:
     """What was run, and how wide the intervals are, as a sentence."""
-    settings, rows = result["settings"], list(heat(result))
+    settings = result["settings"]
+    rows = list(heat(result))
     wide = max(m["pass_at_1_high"] - m["pass_at_1_low"] for m in rows)
     text = f"Right answers of {settings['limit']} {settings['split']} problems of each family, "
     text += f"{rows[0]['budget']:.0%} of the tokens. "
@@ -312,7 +314,8 @@ HEAT = Table(
 
 def moved(result: Result) -> list[str]:
     """Where budgets went, as a sentence."""
-    settings, m = result["settings"], result["measurements"]
+    settings = result["settings"]
+    m = result["measurements"]
     text = f"{m['texts']} problems of `{settings['family']}`, {settings['budget']:,} tokens a head; in {m['moving']} "
     text += f"texts budgets moved. When these end, {m['moved']:.1%} of the slots are in other heads than with equal "
     text += f"budgets, and a head has {m['least']:,.0f} to {m['most']:,.0f} tokens. Over the heads, mean budget and "

@@ -153,7 +153,9 @@ def by_level(result: Result) -> list[Row]:
 
 def held(method: str, settings: Row) -> list[int]:
     """Cached tokens of one sequence after 0, 1, 2 … steps: all, or eq. 13, which is also that of `window`."""
-    prompt, budget, steps = settings["prompt_tokens"], settings["budget"], range(settings["tokens"] + 1)
+    prompt = settings["prompt_tokens"]
+    budget = settings["budget"]
+    steps = range(settings["tokens"] + 1)
     window, k, _ = DynTS(budget=budget, local=settings["local"]).sizes(budget, prompt)
     return [prompt + i if method == "full" else length(i, prompt, budget, window - k) for i in steps]
 
@@ -190,7 +192,8 @@ def by_rows(lengths: Sequence[int], due: Sequence[int], size: int) -> Iterator[t
     backend leaves the rows to torch, the name of the case says so."""
     from minithink.kernels.predict import FEW_ROWS  # here: it needs Triton
 
-    d, device = 4096, "cuda"
+    d = 4096
+    device = "cuda"
     own = 2 * (3 * d * d + d // 2)
     for rows in (1, 4, 8, 16, 20, 32, 48, 64, 128, 256):
         inputs = [(torch.randn(rows, d, device=device), _weights(d, device)) for _ in range(-(-size // own))]
@@ -204,7 +207,8 @@ def lanes(n: int, tokens: int, device: str) -> Inputs:
     score = torch.randint(1 << 20, (n, 2 * tokens), device=device).float()
     first = torch.full((n,), 200, dtype=torch.int32, device=device)
     part = tokens * 2 // 5
-    local, keep = torch.full_like(held, part), torch.full_like(held, (tokens - 100 - part) * 3 // 10)
+    local = torch.full_like(held, part)
+    keep = torch.full_like(held, (tokens - 100 - part) * 3 // 10)
     return score, pos, held, torch.arange(n, device=device), first, local, keep, torch.ones_like(held).bool()
 
 
@@ -229,7 +233,8 @@ def _both(name: str, form: str) -> tuple[Any, str]:
 
 def texts_of(result: Result) -> list[str]:
     """What the predictors learned from."""
-    texts, settings = result["texts"], result["settings"]
+    texts = result["texts"]
+    settings = result["settings"]
     return [
         f"{texts['right']} right texts of {settings['num_prompts']} training problems, {texts['thinking_tokens']:,} "
         f"thinking tokens; {settings['held_out']:.0%} of the problems are held out. {settings['epochs']} epochs, "
@@ -281,7 +286,8 @@ def tenths(result: Result) -> Iterator[Row]:
 
 def read_texts(result: Result) -> list[str]:
     """What was read, and how much of it is important."""
-    m, settings = result["measurements"], result["settings"]
+    m = result["measurements"]
+    settings = result["settings"]
     needed = ", ".join(f"{name} {share:.0%}" for name, share in m["needed"].items())
     return [
         f"{m['texts']} problems of `{settings['family']}`, {m['thinking_tokens']:,.0f} thinking tokens each. "
@@ -306,7 +312,8 @@ IMPORTANCE = Table(
 
 def answered(result: Result) -> list[str]:
     """How often each problem was answered, and what the second form of a selection is, if it was measured."""
-    settings, rows = result["settings"], result["measurements"]["pareto"]
+    settings = result["settings"]
+    rows = result["measurements"]["pareto"]
     said = f"{settings['limit']} problems of `{settings['family']}`, each answered {settings['pareto']} times."
     if any("right_anew" in m for m in rows):
         said += " Right: the other tokens are masked. Read anew: the tokens that stay are a new prompt."

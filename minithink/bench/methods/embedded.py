@@ -73,7 +73,8 @@ def share_of_limit(m: Row, side: Row, measured: list[float]) -> float | None:
         return float(side["share_of_limit"])
     if m["shape"] != "embedded" or not measured or "decode_tokens_per_second" not in side:
         return None
-    config, itemsize = ModelConfig.from_folder(TINY), DTYPES[m["dtype"]].itemsize
+    config = ModelConfig.from_folder(TINY)
+    itemsize = DTYPES[m["dtype"]].itemsize
     with torch.device("meta"):
         weights = sum(p.numel() for p in Decoder(config).parameters()) * itemsize
     held = m["prompt_tokens"] + m["new_tokens"] / 2  # on average
@@ -83,7 +84,8 @@ def share_of_limit(m: Row, side: Row, measured: list[float]) -> float | None:
 
 def near_ties(result: Result) -> Iterable[str]:
     """The counts of `evaluate margins`, as a sentence."""
-    settings, (m,) = result["settings"], result["measurements"]
+    settings = result["settings"]
+    (m,) = result["measurements"]
     sizes = " and ".join(map(str, settings["batch_size"]))
     yield (
         f"{m['sequences']} sequences of the full cache in batches of {sizes} ({settings['dtype']}): of "
@@ -104,7 +106,8 @@ def loads(result: Result) -> Iterable[str]:
 
 def premises(result: Result) -> Iterable[str]:
     """How well sparsity tells kinds of thought apart, and where answers look, as sentences."""
-    m, settings = result["measurements"], result["settings"]
+    m = result["measurements"]
+    settings = result["settings"]
     pairs = (f"{' and '.join(x['kinds'])} {x['auc']:.2f} (layer {x['layer']})" for x in m["separability"]["auc"])
     text = f"{settings['limit']} problems of `{settings['family']}`. "
     steering = m["steering"]

@@ -48,7 +48,8 @@ PROTECTING = (
 RKV = "rkv:buffer=16,protect_prompt=true"  # R-KV in comparisons: GRID's buffer, the prompt stays
 
 # Triggers of DynTS: each policy evicts as often, and keeps as many tokens (SepLLM keeps fewer).
-RATIO, LOCAL = 0.3, 0.4  # r and W_l, defaults of `policies/dynts.py`
+RATIO = 0.3  # r, the default of `policies/dynts.py`
+LOCAL = 0.4  # W_l, likewise
 SAME = f"schedule=share:{RATIO:g}/{LOCAL:g},{PROTECTED}"
 
 

@@ -227,7 +227,8 @@ def texts(result: Result) -> list[str]:
 
 def shape_said(result: Result) -> list[str]:
     """Of which shape the steps are, and what each cache holds, as a sentence."""
-    settings, first = result["settings"], next(iter(result["measurements"]))
+    settings = result["settings"]
+    first = next(iter(result["measurements"]))
     text = f"Shape `{settings['model_shape']}`, random weights of {first['weight_bytes']:,} bytes. A lane holds its "
     text += f"budget of {settings['budget']:,} tokens and the policy's buffer. "
     if any(m["method"] in ("full", "seal") for m in result["measurements"]):
@@ -243,7 +244,8 @@ def steps(result: Result) -> list[Row]:
     times = {m["case"]: m["step_milliseconds"] for m in own}
     out = list[Row]()
     for m in own:
-        case, rkv = m["case"], f"step/rkv/{m['batch']}"
+        case = m["case"]
+        rkv = f"step/rkv/{m['batch']}"
         more = {x: of[case] / of[rkv] - 1 for x, of in (("over", times), ("gpu_over", gpu)) if rkv in of}
         out.append({**m, "gpu_milliseconds": gpu[case], **(more if m["method"] != "rkv" else {})})
     return out

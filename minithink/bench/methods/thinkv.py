@@ -175,7 +175,8 @@ def _drawn(cls: type[Drawn], policy: ThinKV, share: float, seed: int, layers: in
     # any thresholds do: types are drawn
     out = cls(**own | {"layers": "/".join(map(str, measured)), "thresholds": "0.5/0.8"})
     chances = {TRANSITION: share, EXECUTION: (1 - share) / 2, REASONING: (1 - share) / 2}
-    out.shares, out.seed = [chances[kind] for kind in range(3)], seed
+    out.shares = [chances[kind] for kind in range(3)]
+    out.seed = seed
     return out
 
 
@@ -251,7 +252,8 @@ CASES = {
 # Kernels: what types of thoughts cost beside attention --------------------------------------------------------------
 
 SCHEDULE = (128, 64, 32, 16, 8, 4)  # τ, R
-HEADS, DIM = 8, 128  # KV heads, channels
+HEADS = 8  # KV heads
+DIM = 128  # channels
 
 
 def segments(device: str, tokens: int) -> Inputs:
@@ -315,7 +317,8 @@ def of_kind(result: Result, kind: str) -> list[Row]:
 def slots(result: Result) -> list[Row]:
     """ThinKV's steps by the slots of a page."""
     own = [m for m in result["measurements"] if m["kind"] == "step" and m["method"] in SLOTS]
-    batches, shares = {m["batch"] for m in own}, {m["drawn"] for m in own}
+    batches = {m["batch"] for m in own}
+    shares = {m["drawn"] for m in own}
     own += [m for m in of_kind(result, "step") if m["method"] == "thinkv" and m["batch"] in batches]
     found = [{**m, "slots": SLOTS.get(m["method"], ThinKV.block)} for m in own if m["drawn"] in shares]
     return sorted(found, key=lambda m: m["slots"])

@@ -13,12 +13,14 @@ FILES = {"thoughts": "thoughts.json", "thresholds": "thoughts.json", "thresholds
 
 def layers(result: Result) -> Iterable[Row]:
     """The layers of a calibration, one row a layer; the layers of L* are bold."""
-    m, types = result["measurements"], len(result["thresholds"]) + 1
+    m = result["measurements"]
+    types = len(result["thresholds"]) + 1
     found = {f"{types} modes, {n} row{'s' if n != '1' else ''}": of for n, of in m["share_by_rows"].items()}
     noise = [*m.get("share_of_noise", {}).items()][-2:]  # of the widest averages
     found |= {f"by chance, {n} rows": of for n, of in noise}
     for look in m["layers"]:
-        i, words = look["layer"], look["keywords"]
+        i = look["layer"]
+        words = look["keywords"]
         about = {"layer": f"**{i}**" if i in result["layers"] else f"{i}", **{n: look[n] for n in ("mean", "sd")}}
         about |= {"agree": words["agree"], "kappa": words["kappa"]}
         yield from (about | {"what": what, "of_prompts": of[i]} for what, of in found.items())
@@ -26,7 +28,8 @@ def layers(result: Result) -> Iterable[Row]:
 
 def thresholds(result: Result) -> Iterable[Row]:
     """The thresholds of a calibration, compared with keywords and under eviction."""
-    m, settings = result["measurements"], result["settings"]
+    m = result["measurements"]
+    settings = result["settings"]
     own = {"thresholds": result["thresholds"], "shares": m["shares_of_types"], "other": "keywords"}
     yield {"name": f"**the file ({result['chosen']})**", **own, **m["keywords"]}
     if under := m["eviction"]:

@@ -56,7 +56,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurement:
     """Microseconds of a layer in one step: to append, for full buffers, to attend; and the share of the first two."""
     torch.cuda.empty_cache()
-    ops, device, size, total = triton_backend(), attention.DEVICE, storage.buffer, length + repeats
+    ops = triton_backend()
+    device = attention.DEVICE
+    size = storage.buffer
+    total = length + repeats
     store = attention.empty_store(storage, LAYERS, batch, total + 1)
     store.slots.used = set(store.slots.home)  # no prompt is in it
     step_of = Batch.of(device, row=range(batch), active=[0] * batch, length=[1] * batch)
@@ -80,7 +83,8 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurem
     step_graph = attention.captured(step)  # while no sequence is active
     flush_graph = attention.captured(lambda: store.flush_rings(full)) if size else None
     step_of.values[ACTIVE] = 1
-    steps, flushes = list[float](), list[float]()
+    steps = list[float]()
+    flushes = list[float]()
     for n in range(total):
         if flush_graph and (rows := [row for row, point in enumerate(points) if point == size]):
             full.row[: len(rows)] = torch.tensor(rows, device=device)

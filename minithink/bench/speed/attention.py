@@ -48,7 +48,10 @@ FORMATS = {
     "int2, keys by token": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32),
 }
 OPTIONS = {name.replace(", ", "-").replace(" ", "-"): name for name in FORMATS}  # names as single words
-HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, torch.bfloat16
+HEADS = 32
+KV_HEADS = 8
+DIM = 128
+DTYPE = torch.bfloat16
 DEVICE = "cuda"  # tests run the same code on a CPU, in Triton's interpreter
 ROTATE = 400 * 2**20  # bytes that the layers hold together, at least: several times the cache
 GENERATIONS = 4
@@ -118,7 +121,8 @@ def line(m: Measurement) -> str:
 
 def shape(names: list[str], batch: int, length: int, repeats: int) -> Iterator[Measurement]:
     """One batch size and length: torch's attention, then every format."""
-    attend, times = triton_backend().paged_attention, dict[str, float]()
+    attend = triton_backend().paged_attention
+    times = dict[str, float]()
 
     def row(label: str, layers: int, seconds: float, size: float, **more: Any) -> Measurement:
         times[label] = seconds
@@ -175,7 +179,8 @@ def lane_bytes(lay: Layout, length: int) -> float:
 
 def empty_store(storage: Storage, layers: int, batch: int, tokens: int) -> PagedStore:
     """A store with room for so many tokens of each lane in the last of its formats."""
-    lay, lanes = layouts(storage, DIM, DTYPE)[-1], layers * batch * KV_HEADS
+    lay = layouts(storage, DIM, DTYPE)[-1]
+    lanes = layers * batch * KV_HEADS
     shape = Shape(layers, batch, KV_HEADS, HEADS, DIM, HEADS * DIM, "head", torch.device(DEVICE))
     pages = -(-tokens // lay.slots)
     groups = -(-tokens // lay.k.group) + 1 if lay.by_token else 0
@@ -194,11 +199,14 @@ def empty_store(storage: Storage, layers: int, batch: int, tokens: int) -> Paged
 def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedStore:
     """A store whose lanes all hold `length` tokens of random numbers, in slots as they are after long use."""
     store = empty_store(storage, layers, batch, length)
-    f, lay, lanes = len(storage.formats) - 1, store.pages.layouts[-1], layers * batch * KV_HEADS
+    f = len(storage.formats) - 1
+    lay = store.pages.layouts[-1]
+    lanes = layers * batch * KV_HEADS
     store.slots.used = {f}
     store.slots.table.format.fill_(f)
     number = torch.randperm(store.slots.table.free_pages.count, device=DEVICE, dtype=torch.int32).view(lanes, -1)
-    place, column = store.lists.place.view(lanes, -1), torch.arange(length, device=DEVICE)
+    place = store.lists.place.view(lanes, -1)
+    column = torch.arange(length, device=DEVICE)
     for part in range(0, lanes, 1024):  # a few at a time, for the memory
         here = number[part : part + 1024]
         order = column.expand(len(here), length)
@@ -262,7 +270,8 @@ def _as_float32(store: PagedStore) -> Any:
     wide.pages = copy.copy(store.pages)
     wide.pages.backend = REFERENCE
     if not any(store.pages.layouts[f].plain for f in store.slots.used):
-        wide.dtype, wide.ring = torch.float32, store.ring.float()
+        wide.dtype = torch.float32
+        wide.ring = store.ring.float()
     read = Reading(wide)
 
     class Wide:

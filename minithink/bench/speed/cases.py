@@ -91,12 +91,14 @@ class Command:
     """`bench NAME`, for an entry of CASES."""
 
     def __init__(self, name: str, entry: Cases) -> None:
-        self.name, self.entry = name, entry
+        self.name = name
+        self.entry = entry
         self.__doc__ = entry.what
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The options. The numbers of `entry.numbers` are filled into the texts of the methods."""
-        add, n = parser.add_argument, positive
+        add = parser.add_argument
+        n = positive
         share = _number("share between 0 and 1", lambda x: 0 <= x <= 1)
         some = _number("share above 0 and at most 1", lambda x: 0 < x <= 1)
         gib = _number("size in GiB", lambda x: 0 < x < math.inf)
@@ -153,7 +155,8 @@ class Command:
 
     def run(self, args: argparse.Namespace, argv: list[str]) -> int:
         """Measure the cases that the file lacks, write after every case, print a table."""
-        entry, device = self.entry, torch.device(args.device)
+        entry = self.entry
+        device = torch.device(args.device)
         if args.headroom is None:
             args.headroom = 8.0 if device.type == "cuda" else 1.0
         every = entry.cases(args.batch, args.transition_share, args.pool)
@@ -183,7 +186,8 @@ class Command:
         self, path: Path, every: Sequence[Case], chosen: Sequence[Case], args: argparse.Namespace, argv: list[str]
     ) -> None:
         """Measure the chosen cases that neither `path` nor a joined file has. MinithinkError: not one fits."""
-        entry, device = self.entry, torch.device(args.device)
+        entry = self.entry
+        device = torch.device(args.device)
         others = {file: self.read(file) for file in (*([path] if path.exists() else []), *args.join)}
         # Later files win. Methods that are no longer listed are dropped.
         there = {
@@ -206,7 +210,8 @@ class Command:
                 )
         left = ("cases", "output", "command", "join", "plot", "plot_only")
         result["settings"] = {key: x for key, x in vars(args).items() if key not in left}
-        result["measurements"], result["left_out"] = [], []
+        result["measurements"] = []
+        result["left_out"] = []
 
         def write(ended: bool = False) -> None:
             result["measurements"] = [*there.values()]
@@ -214,7 +219,8 @@ class Command:
             result["complete"] = ended and not result["missing"]
             record.write(path, result)
 
-        deadline, bench = Deadline(args.time_budget), None
+        deadline = Deadline(args.time_budget)
+        bench = None
         for case in chosen:
             if case not in todo:
                 print(f"{case.name}: is there", file=sys.stderr)
@@ -302,7 +308,9 @@ class Bench:
     def __init__(self, entry: Cases, args: argparse.Namespace, device: torch.device) -> None:
         config = CONFIGS[args.model_shape]
         self.config = replace(config, num_layers=args.layers or config.num_layers)
-        self.entry, self.args, self.device = entry, args, device
+        self.entry = entry
+        self.args = args
+        self.device = device
         self.model = RandomModel(self.config, device, torch.bfloat16)
         whole = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else 8.0
         self.memory = (args.memory or whole) * GIB
@@ -343,7 +351,8 @@ class Bench:
 
     def step(self, case: Case) -> dict[str, Any]:
         """Steps at the steady state."""
-        a, s = self.args, settings_of(self.entry, self.args)
+        a = self.args
+        s = settings_of(self.entry, self.args)
         policies = [policy_of(text, s, self.config) for text in self.entry.methods.values()]
         # one period to capture all graphs, and two for gathers that are timed alone
         period = max(cast(StandIn, policy).period for policy in policies)
@@ -368,7 +377,8 @@ class Bench:
         for i in range(1, self.args.levels + 1):
             steady.reach(self.args.tokens * i // self.args.levels)
             pages = max(pages, steady.pages)
-        cache, rows = steady.cache, steady.sequences
+        cache = steady.cache
+        rows = steady.sequences
         ledgers = [cache.account(i).as_dict() for i in rows]
         kinds = {kind: statistics.mean(x[kind] for x in ledgers) for kind in ledgers[0]}
         free = kinds.pop("reserve")  # free slots of the sequence's pages
@@ -397,12 +407,14 @@ class Bench:
 
     def generation(self, case: Case) -> dict[str, Any]:
         """A whole generation at the case's batch, or at the largest."""
-        a, s = self.args, settings_of(self.entry, self.args, case.drawn)
+        a = self.args
+        s = settings_of(self.entry, self.args, case.drawn)
         room = a.tokens + a.warm + a.level_steps
         if not (batch := case.batch or self.largest(case, s, room, a.few)):
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
-        loop, levels = TimedLoop(steady), []
+        loop = TimedLoop(steady)
+        levels = []
         # Sequences are spread over the policy's cycle: within `turn` steps some sequence ends a cycle.
         turn = math.ceil(steady.period / (1 if a.lockstep else batch))
         steps = math.ceil(a.level_steps / turn) * turn if case.batch else a.level_steps
@@ -440,8 +452,10 @@ class Bench:
     def theirs(self) -> dict[str, Any]:
         """A whole generation of transformers, at the largest batch that it has memory for. The last case: our weights
         make room for its own."""
-        a, decoder = self.args, self.model.decoder
-        room, weights = a.tokens + a.level_steps + 1, self.weights + decoder.embed.nbytes
+        a = self.args
+        decoder = self.model.decoder
+        room = a.tokens + a.level_steps + 1
+        weights = self.weights + decoder.embed.nbytes
         batch = int((self.memory - a.headroom * GIB - weights) / self.config.kv_bytes_per_token(2) // room)
         peer = Peer.from_decoder(decoder)
         decoder.to_empty(device="meta")
@@ -457,7 +471,8 @@ class Bench:
 
     def theirs_at(self, peer: Peer, batch: int, level: int, steps: int) -> dict[str, Any]:
         """transformers' steps over `level` tokens."""
-        c, side = self.config, Theirs(peer, self.device)
+        c = self.config
+        side = Theirs(peer, self.device)
         side.hold(c, batch, level, self.model.dtype)
         side.step()
         milliseconds = statistics.mean(timed(side.step) for _ in range(steps)) * 1e3
@@ -467,7 +482,8 @@ class Bench:
 
     def limit(self, steady: Steady, milliseconds: float) -> dict[str, Any]:
         """The least time of a step: reading weights and cache, or the products, whichever takes longer."""
-        store, rows = steady.cache.store, list(steady.sequences)
+        store = steady.cache.store
+        rows = list(steady.sequences)
         held = sum(store.account(rows[i : i + SOME]).held for i in range(0, len(rows), SOME))
         return self.limit_of(len(rows), held, int(store.lists.count.sum()) * store.shape.sharing, milliseconds)
 
@@ -476,7 +492,8 @@ class Bench:
         c = self.config
         # 2 for each weight (of 2 bytes) and sequence; 2 for each query head, channel and token in q·k, and 2 in p·v
         flops = batch * self.weights + 4 * tokens * c.num_heads // c.num_kv_heads * c.head_dim
-        by_bytes, by_flops = (self.weights + held) / self.model.bandwidth, flops / self.flops
+        by_bytes = (self.weights + held) / self.model.bandwidth
+        by_flops = flops / self.flops
         limit = 1e3 * max(by_bytes, by_flops)
         return {
             "weight_bytes": self.weights,

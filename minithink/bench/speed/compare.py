@@ -28,11 +28,13 @@ class Comparison:
 
 def comparisons(goals: Sequence[Goal], measurements: Iterable[Row]) -> list[Comparison]:
     """Cases beside others, where both were measured alike; with each pool."""
-    of, out = {m["case"]: m for m in measurements}, []
+    of = {m["case"]: m for m in measurements}
+    out = []
     for goal in goals:
         for ours in of:
             if f"{ours}/".startswith(f"{goal.ours}/") and _alike(of, ours, goal.theirs):
-                a, b = of[ours], of[goal.theirs]
+                a = of[ours]
+                b = of[goal.theirs]
                 bound = a["bound_tokens_per_second"] / b["bound_tokens_per_second"] if goal.of_bound else None
                 ratio = a["tokens_per_second"] / b["tokens_per_second"]
                 out.append(Comparison(ours, goal.theirs, ratio, goal.ratio, bound))

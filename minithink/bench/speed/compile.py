@@ -53,7 +53,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 def check(name: str, arch: int) -> tuple[str, list[str]]:
     """Compile a module's variants: what there is to say of all of them, and of those that do not compile."""
     variants = importlib.import_module(f"minithink.kernels.{name}").variants()
-    fitting, errors, shared = [variant for variant in variants if variant.arch <= arch], list[str](), 0
+    fitting = [variant for variant in variants if variant.arch <= arch]
+    errors = list[str]()
+    shared = 0
     for variant in fitting:
         try:
             shared = max(shared, compiled(variant, arch).metadata.shared)

@@ -29,12 +29,16 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     Raises:
         Exhausted: the pool of `many` is too small; nothing was changed.
     """
-    n, source, target = few.shape.rows, few.store, many.store
+    n = few.shape.rows
+    source = few.store
+    target = many.store
     of = torch.arange(many.shape.rows, device=many.device) % n
     firsts = range(0, len(of), n)
     held = [_held(source, len(of[first : first + n])) for first in firsts]
-    theirs, own = source.slots, target.slots
-    lists, free = (theirs.table.free_pages, theirs.free_groups), (own.table.free_pages, own.free_groups)
+    theirs = source.slots
+    own = target.slots
+    lists = (theirs.table.free_pages, theirs.free_groups)
+    free = (own.table.free_pages, own.free_groups)
     for numbers, parts in zip(free, zip(*held, strict=True), strict=True):
         if (wanted := sum(map(len, parts))) > numbers.count:
             raise Exhausted(f"The KV pool is exhausted: copies need {wanted:,} of {numbers.count:,} {numbers.what}.")
@@ -44,7 +48,8 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     own.table.format.fill_(255)
     own.group_uses.zero_()
     for first, old in zip(firsts, held, strict=True):
-        rows, stride = len(of[first : first + n]), theirs.table.stride
+        rows = len(of[first : first + n])
+        stride = theirs.table.stride
         new = [
             numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
             for numbers, x in zip(free, old, strict=True)
@@ -69,10 +74,13 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
         target.lists.longest[i] = source.lists.longest[row]
         target.lengths[i] = source.lengths[row]
         target.waiting[i] = source.waiting[row]
-        target.starts[i], target.kinds[i] = list(source.starts[row]), list(source.kinds[row])
+        target.starts[i] = list(source.starts[row])
+        target.kinds[i] = list(source.kinds[row])
         known = few.sequences.at(row)
         copy = many.sequences.at(i)
-        copy.prompt, copy.thinking, copy.length = known.prompt, known.thinking, known.length
+        copy.prompt = known.prompt
+        copy.thinking = known.thinking
+        copy.length = known.length
     own.used.update(theirs.used)
     own.table.drawn()
     own.free_groups.at_least = 0

@@ -117,7 +117,8 @@ def sections(args: argparse.Namespace, left_out: list[str]) -> Iterator[record.M
         try:
             if loaded != shape:
                 model = None  # free the one before
-                model, loaded = _side(shape, device, args), shape
+                model = _side(shape, device, args)
+                loaded = shape
             assert model is not None
             yield {"shape": shape, "device": device.type, **model.measure(batch, args, deadline)}
         except UsageError:
@@ -136,7 +137,8 @@ def _side(shape: str, device: torch.device, args: argparse.Namespace) -> Embedde
 
 def line(m: record.Measurement) -> str:
     """For people."""
-    ours, peer = m["ours"], m.get("peer")
+    ours = m["ours"]
+    peer = m.get("peer")
     said = [f"{m['shape']:14} batch {m['batch']:3}  {ours['tokens_per_second']:10,.1f} tok/s"]
     if peer:
         said.append(f"{m['ratio']:.2f} x transformers with its {peer['cache']} cache")
@@ -165,7 +167,8 @@ class Embedded:
 
         Of the peer each of `args.peer_cache` runs, and the fastest is reported.
         """
-        new_tokens, device = args.new_tokens, self.device
+        new_tokens = args.new_tokens
+        device = self.device
         prompts = make_prompts(self.engine, batch, args.prompt_tokens, new_tokens)
         sides: dict[str, Callable[[int], list[list[int]]]] = {"ours": partial(self.generate, prompts)}
         tokens = self.generate(prompts, new_tokens)  # also the warm-up
@@ -203,7 +206,8 @@ class Embedded:
             if new_tokens > 1:
                 out["decode_ratio"] = statistics.median((y - y1) / (x - x1) for x, x1, y, y1 in pairs)
             if target := TARGETS.get((device.type, batch)):
-                out["target"], out["target_reached"] = target, out["ratio"] >= target
+                out["target"] = target
+                out["target_reached"] = out["ratio"] >= target
         return out
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -254,7 +258,8 @@ def same_tokens(ours: list[list[int]], theirs: list[list[int]], margins: Tensor,
     Returns:
         ok; for every row how many steps had to agree, and how many did, counted from the first.
     """
-    must, did = [], []
+    must = []
+    did = []
     for a, b, margin in zip(ours, theirs, margins, strict=True):
         must.append(next((i for i, m in enumerate(margin.tolist()) if m < close), len(b)))
         did.append(next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(b)))
@@ -275,7 +280,9 @@ class Single:
 
         Each sequence holds `args.context` tokens when the first step begins; `args.policy` decides which stay.
         """
-        model, context, policy = self.model, args.context, args.policy
+        model = self.model
+        context = args.context
+        policy = args.policy
         warm = BLOCK + (args.steps if policy else 0)  # decisions are captured, too, when one is first needed
         if context + warm + args.steps > model.config.max_position:
             raise UsageError(
@@ -285,7 +292,8 @@ class Single:
         ours = Steady(model, policy or "full", batch, settings, warm + args.steps)
         out: dict[str, Any] = {"dtype": str(model.dtype).removeprefix("torch."), "batch": batch, "context": context}
         out |= {"policy": policy} if policy else {}
-        prefill, sides = {"ours": ours.read_seconds}, {"ours": Ours(ours).step}
+        prefill = {"ours": ours.read_seconds}
+        sides = {"ours": Ours(ours).step}
         if self.peer:
             theirs = Theirs(self.peer, model.device)
             prefill["peer"] = timed(lambda: theirs.read(ours.prompts))

@@ -50,7 +50,8 @@ class TimedLoop(DecodeLoop):
     def __init__(self, steady: Steady) -> None:
         like = steady.loop(DecodeLoop)
         super().__init__(like.decoder, like.cache, like.params, like.sizes)
-        self.steady, self.spans = steady, list[Span]()
+        self.steady = steady
+        self.spans = list[Span]()
         self.tokens = [1] * len(steady.sequences)
         self.apart = False  # the gather is a call of its own
 
@@ -65,13 +66,16 @@ class TimedLoop(DecodeLoop):
         """
         for _ in range(warm):
             self.go()
-        times, made, called = list[float](), 0, list[dict[str, Tensor]]()
+        times = list[float]()
+        made = 0
+        called = list[dict[str, Tensor]]()
         before = counters_of(self.steady)
         taken: dict[str, list[int]] = {"refresh": [], "decide": [], "flush": []}
         every: list[Span] = []
         self._wait()
         for _ in range(steps):
-            graphs, self.spans = self._graphs(), []
+            graphs = self._graphs()
+            self.spans = []
             took = timed(self.go)
             if self._graphs() > graphs:
                 made += 1
@@ -113,7 +117,8 @@ class TimedLoop(DecodeLoop):
 
     def gathers(self, most: int) -> list[float]:
         """Seconds of single gathers, in at most so many steps; the first compiles."""
-        self.spans, self.apart = [], True
+        self.spans = []
+        self.apart = True
         for _ in range(most):
             self.go()
             if sum(span.part == "gather" for span in self.spans) > GATHERS:
@@ -125,7 +130,8 @@ class TimedLoop(DecodeLoop):
     def run(self, graphs: Any, part: Any, batch: Batch, numbers: int = 0, **how: Any) -> Tensor:
         compaction = self.cache.store.compaction
         if graphs is self.decisions and self.apart and compaction is not None:
-            late, compaction.late = compaction.late, True  # only planned, so that it can be called
+            late = compaction.late
+            compaction.late = True  # only planned, so that it can be called
             self.cache.decide(batch.to(self.cache.device))
             start = self._now()
             compaction.gather()
@@ -146,7 +152,8 @@ class TimedLoop(DecodeLoop):
         """Sequences with types whose newest token ended a segment."""
         if not self.steady.stand_in.typed:
             return 0
-        steady, prompt = self.steady, self.steady.settings.prompt
+        steady = self.steady
+        prompt = self.steady.settings.prompt
         return sum((self.cache.length(i) - prompt) % steady.period == 0 for i in steady.sequences)
 
     def _now(self) -> Any:
@@ -184,9 +191,13 @@ def counted(steady: Steady, before: Mapping[str, Tensor] | None = None) -> dict[
 @torch.inference_mode()
 def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds of a mean step, by part, and their shares; of single calls, too. m: of `TimedLoop.measure`."""
-    steady, cache = loop.steady, loop.cache
-    policy, batch, layers = steady.policy, len(steady.sequences), loop.cache.config.num_layers
-    device_ms, calls = m["device_milliseconds"], dict[str, float]()
+    steady = loop.steady
+    cache = loop.cache
+    policy = steady.policy
+    batch = len(steady.sequences)
+    layers = loop.cache.config.num_layers
+    device_ms = m["device_milliseconds"]
+    calls = dict[str, float]()
     attend = attention_seconds(steady) * 1e3
     gather = 0.0
     in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
@@ -196,10 +207,12 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision
         due = cache.batch(list(range(rows)), [0] * rows).to(cache.device)
-        calls["decision_rows"], in_step = rows, mass * m["observed_steps"]
+        calls["decision_rows"] = rows
+        in_step = mass * m["observed_steps"]
         for name, call in steady.stand_in.alone().items():
             took = seconds(lambda c=call: c(cache.view(due)), cache.device) * 1e3  # type: ignore[misc]
-            calls[name], found[name] = mass + took, in_step + took * share["steps"]
+            calls[name] = mass + took
+            found[name] = in_step + took * share["steps"]
             in_decide += took * share["steps"]
     elif cache.store.compaction:
         calls["gather"] = statistics.mean(loop.gathers(2 * steady.period + GATHERS)) * 1e3
@@ -228,7 +241,8 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
 def attention_seconds(steady: Steady, watched: Sequence[int] = ()) -> float:
     """Of the attention of one step, all layers; watched: those whose attention is told."""
     cache = steady.cache
-    batch, c = len(steady.sequences), cache.config
+    batch = len(steady.sequences)
+    c = cache.config
     q = torch.randn(batch, c.num_heads, c.head_dim, device=cache.device, dtype=cache.dtype)
     at = torch.arange(batch, device=cache.device)
 

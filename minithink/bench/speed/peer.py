@@ -57,13 +57,15 @@ class Peer:
     @classmethod
     def from_decoder(cls, decoder: Decoder) -> Peer:
         """A model with a copy of a decoder's weights, in transformers' own memory layout."""
-        module, fields = transformers(), decoder.config.to_dict()
+        module = transformers()
+        fields = decoder.config.to_dict()
         config = module.AutoConfig.for_model(fields.pop("model_type"), **fields)
         with decoder.embed.device:
             model = module.AutoModelForCausalLM.from_config(
                 config, dtype=decoder.embed.dtype, attn_implementation="sdpa"
             )
-        views, parameters = tensors_of(decoder), dict(model.named_parameters())
+        views = tensors_of(decoder)
+        parameters = dict(model.named_parameters())
         if views.keys() != parameters.keys():
             raise MinithinkError(f"transformers names its tensors differently: {sorted(views.keys() ^ parameters)}.")
         with torch.no_grad():
@@ -94,7 +96,8 @@ class Theirs:
     """transformers' forward pass over its dynamic cache, without the bookkeeping of its `generate`."""
 
     def __init__(self, peer: Peer, device: torch.device) -> None:
-        self.model, self.device = peer.model, device
+        self.model = peer.model
+        self.device = device
         self.cache: Any = None
         self.last = self.tokens = torch.empty(0)
 
@@ -119,6 +122,7 @@ class Theirs:
 
     def _forward(self, tokens: Tensor) -> None:
         done = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache, self.last = done.past_key_values, done.logits[:, -1]
+        self.cache = done.past_key_values
+        self.last = done.logits[:, -1]
         self.tokens = self.last.argmax(-1)
         wait(self.device)

@@ -86,10 +86,13 @@ class RandomModel:
     def __init__(
         self, config: ModelConfig, device: torch.device, dtype: torch.dtype, engine: Engine | None = None
     ) -> None:
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config = config
+        self.device = device
+        self.dtype = dtype
         self.bandwidth = copy_bandwidth(device)
         if engine is not None:
-            self.decoder, self.rope = engine.decoder, engine.rope
+            self.decoder = engine.decoder
+            self.rope = engine.rope
             return
         with torch.device("meta"):
             decoder = Decoder(config, choose("auto", device))
@@ -205,9 +208,12 @@ class Steady:
             few: with types and if below `batch`: the sequences that are filled; None: all are filled.
             prompts: [B, T] on the CPU; None: random tokens.
         """
-        self.model, self.settings, self.text = model, s, text
+        self.model = model
+        self.settings = s
+        self.text = text
         policy = policy_of(text, s, model.config)
-        self.policy, self.sequences = policy, list(range(batch))
+        self.policy = policy
+        self.sequences = list(range(batch))
         self.stand_in = cast(StandIn, policy)
         self.period = self.stand_in.period
         self.cache = Cache(
@@ -262,7 +268,9 @@ class Steady:
     @torch.inference_mode()
     def _read(self, prompts: Tensor | None, capacity: int) -> None:
         """Read the prompts, one at a time: the pool has room for one prompt in full precision."""
-        decoder, last, began = self.model.decoder, list[Tensor](), time.perf_counter()
+        decoder = self.model.decoder
+        last = list[Tensor]()
+        began = time.perf_counter()
         shape = len(self.sequences), self.settings.prompt
         drawn = self._draw.integers(0, self.model.config.vocab_size, shape)
         self.prompts = torch.from_numpy(drawn) if prompts is None else prompts  # [B, T]
@@ -283,7 +291,8 @@ class Steady:
         cycle."""
         assert self.few is not None
         self.cache.copy(self.few.cache)
-        n, batch = len(self.few.sequences), len(self.sequences)
+        n = len(self.few.sequences)
+        batch = len(self.sequences)
         apart = self.period // n  # tokens between two of the few
         self._advance([i // n * apart // -(-batch // n) for i in self.sequences])
 
@@ -310,7 +319,8 @@ class Ours:
     """Greedy steps over a cache, as the engine runs them."""
 
     def __init__(self, steady: Steady) -> None:
-        self.loop, self.sequences = steady.loop(DecodeLoop), steady.sequences
+        self.loop = steady.loop(DecodeLoop)
+        self.sequences = steady.sequences
         self.tokens: list[int] = steady.last.argmax(-1).tolist()
 
     def step(self) -> None:
@@ -324,7 +334,8 @@ def sizes(
     """The sizes of a cache: arguments of a manager."""
     room = s.prompt + tokens + cast(StandIn, policy).period
     need = needs(policy, config.head_dim, dtype, room, s.prompt)
-    layers, heads = config.num_layers, config.num_kv_heads
+    layers = config.num_layers
+    heads = config.num_kv_heads
     units = {"sequence": 1, "layer": layers, "head": layers * heads}[policy.scope]  # of a row
     # at worst all tokens may be of any one type, or in any one lane
     pages = math.ceil(need.pages * s.pool) if cast(StandIn, policy).pooled else need.pages

@@ -30,7 +30,8 @@ from minithink.results.record import Measurement
 DEFAULT = "steps"
 CHECKED = 3, 1500  # sequences, tokens of each
 TOLERANCE = 2e-2  # of the largest value, in bfloat16
-KERNEL, PEER = "`kernels/paged_attention.py`", "torch's attention, contiguous"
+KERNEL = "`kernels/paged_attention.py`"
+PEER = "torch's attention, contiguous"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +100,8 @@ def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> It
     """What reads pages, all from one store."""
     store = attention.used_store(Storage(), layers, batch, length)
     q = torch.randn(layers, batch, HEADS, DIM, device=attention.DEVICE, dtype=torch.bfloat16)
-    read, sources = Reading(store), [inputs(store, layer) for layer in range(layers)]
+    read = Reading(store)
+    sources = [inputs(store, layer) for layer in range(layers)]
     bound = attention.bytes_read(store, length) * batch * KV_HEADS
 
     def row(name: str, title: str, call: Callable[[int], Any]) -> Measurement:
@@ -141,7 +143,8 @@ def check() -> dict[str, float]:
 
 def read_speed() -> float:
     """Bytes read a second by a kernel that reads 4 GiB and does nothing else."""
-    block, times = 4096, 4
+    block = 4096
+    times = 4
     x = torch.empty(2**30, dtype=torch.int32, device=attention.DEVICE).random_()
     programs = x.numel() // (block * times)
     out = torch.empty(programs, dtype=torch.int32, device=attention.DEVICE)

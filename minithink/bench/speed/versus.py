@@ -28,7 +28,8 @@ from minithink.results import record
 from minithink.results.origin import ROOT
 
 POLICIES = ("none", "full", "rkv:budget=256,buffer=32", "thinkv:budget=512")
-HERE, THERE = "here", "there"
+HERE = "here"
+THERE = "there"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +141,8 @@ def in_turns(sides: dict[str, Side], steps: int, turns: int) -> dict[str, list[f
 def line(m: record.Measurement) -> str:
     """A measurement in one line, for people."""
     here, there = (m["step_milliseconds"][name] for name in (HERE, THERE))
-    least, most = min(m["ratios"]), max(m["ratios"])
+    least = min(m["ratios"])
+    most = max(m["ratios"])
     return (
         f"{m['policy']}, batch {m['batch']}: {here:.3f} ms a step here, {there:.3f} there: "
         f"{m['ratio']:.3f} × as fast ({least:.3f} to {most:.3f})"

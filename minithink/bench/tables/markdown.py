@@ -73,7 +73,8 @@ def values_of(row: Mapping[str, Any], field: Field) -> list[Any]:
 def cell(row: Mapping[str, Any], field: Field, fmt: str) -> str:
     """One cell. A part of the format in square brackets is dropped where its value is missing; elsewhere a missing
     value makes the cell a dash."""
-    values, out = iter(values_of(row, field)), ""
+    values = iter(values_of(row, field))
+    out = ""
     for i, part in enumerate(re.split(r"[\[\]]", fmt)):
         own = [next(values) for _, name, _, _ in Formatter().parse(part) if name is not None]
         if any(value is None for value in own):
@@ -86,7 +87,8 @@ def cell(row: Mapping[str, Any], field: Field, fmt: str) -> str:
 
 def source(result: Mapping[str, Any]) -> str:
     """Where the figures come from, in one line."""
-    versions, settings = result["versions"], result.get("settings", {})
+    versions = result["versions"]
+    settings = result.get("settings", {})
     where = _place(result)
     if "gpu" not in result["machine"] and "threads" in settings:
         where += f", {settings['threads']} threads"
