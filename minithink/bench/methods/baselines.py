@@ -83,7 +83,10 @@ SWEEPS = {
             BELOW,
             "random:schedule=interval:16,protect_prompt=true",
             "random_attention:buffer=1",
-            *(f"random_attention:buffer={b}{alone}" for b in (16, 64) for alone in (",schedule=interval:1", "")),
+            "random_attention:buffer=16,schedule=interval:1",
+            "random_attention:buffer=16",
+            "random_attention:buffer=64,schedule=interval:1",
+            "random_attention:buffer=64",
         ),
         budgets=(0.25,),
         beside=BELOW,
@@ -214,14 +217,12 @@ def steps(result: Result) -> list[Row]:
     order = [*METHODS]
     full = {m["batch"]: m["step_milliseconds"] for m in own if m["method"] == "full"}
     own.sort(key=lambda m: (m["batch"], order.index(m["method"])))
-    return [
-        {
-            **m,
-            "of_full": m["step_milliseconds"] / full[m["batch"]] if m["batch"] in full else None,
-            "of_bound": m["step_milliseconds"] / m["limit_milliseconds"],
-        }
-        for m in own
-    ]
+    rows = list[Row]()
+    for m in own:
+        took = m["step_milliseconds"]
+        of_full = took / full[m["batch"]] if m["batch"] in full else None
+        rows.append({**m, "of_full": of_full, "of_bound": took / m["limit_milliseconds"]})
+    return rows
 
 
 def steps_said(result: Result) -> list[str]:
@@ -248,16 +249,11 @@ TABLES = {
             ("bound", "limit_milliseconds", "{:.2f} ms"),
             ("of the bound", "of_bound", "**{:.2f} ×**"),
             ("decide", "rates.decision.sequence_steps", "{:pct}"),
-            *(
-                (title, f"layer_microseconds.{part}", "{:us}")
-                for title, part in (
-                    ("attention", "attention"),
-                    ("decision", "eviction"),
-                    ("refresh", "refresh"),
-                    ("flush", "flush"),
-                    ("rest", "rest"),
-                )
-            ),
+            ("attention", "layer_microseconds.attention", "{:us}"),
+            ("decision", "layer_microseconds.eviction", "{:us}"),
+            ("refresh", "layer_microseconds.refresh", "{:us}"),
+            ("flush", "layer_microseconds.flush", "{:us}"),
+            ("rest", "layer_microseconds.rest", "{:us}"),
         ),
         rows=steps,
         said=steps_said,

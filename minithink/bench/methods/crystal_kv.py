@@ -179,15 +179,20 @@ LIFE = {
     "episodes": ("runs of hits", "{:.2f}"),
     "last_hit": ("last hit, 0: birth, 1: end of thinking", "{:.2f}"),
 }
+
+
+def _life() -> Iterator[tuple[str, tuple[str, str]]]:
+    """What LIFE says of the tokens that the answer attends to most and least, in the form of MEASURES."""
+    for name, (what, fmt) in LIFE.items():
+        for which in ("top", "bottom"):
+            yield f"answer.{which}.{name}", (f"{which} 30 %: {what}", fmt)
+
+
 MEASURES = {  # dotted path in the measurements → what it is, format
     "answer.concentration": ("answer's attention on the top tenth of the thinking", "{:.0%}"),
     "answer.agreement": ("top tenth that two of its rows share (by chance 10%)", "{:.0%}"),
     "answer.needs_in_top": ("answer's needs in the top 30 %", "{:.0%}"),
-    **{
-        f"answer.{which}.{name}": (f"{which} 30 %: {what}", fmt)
-        for name, (what, fmt) in LIFE.items()
-        for which in ("top", "bottom")
-    },
+    **dict(_life()),
     "hits.tokens": ("tokens that a query hits", "{:,.0f}"),
     "hits.share": ("share of those it sees", "{:.0%}"),
     "needs.late_hits": ("hits of a needed token after its first 64 tokens", "{:,.0f}"),
@@ -205,7 +210,8 @@ def by_head(result: Result) -> Iterator[Row]:
         found: Any = measured
         for name in path.split("."):
             found = found[name]
-        if not (values := [x for x in flat(found) if x is not None]):  # no answer needs a token far back
+        values = [x for x in flat(found) if x is not None]
+        if not values:  # no answer needs a token far back
             continue
         shown = {"mean": sum(values) / len(values), "least": min(values), "most": max(values)}
         said = {name: fmt.format(x) for name, x in (shown | {"sharp": values[fewest]}).items()}
@@ -267,6 +273,12 @@ STEPS = Table(
 )
 
 
+def generations(result: Result) -> list[Row]:
+    """Whole generations, then those of as many sequences as fit."""
+    own = {kind: [m for m in result["measurements"] if m["kind"] == kind] for kind in ("request", "throughput")}
+    return own["request"] + own["throughput"]
+
+
 def table_1(name: str) -> Table:
     """Tokens a second of one sequence, then of as many as fit."""
     return Table(
@@ -277,9 +289,7 @@ def table_1(name: str) -> Table:
             ("tokens a second", "tokens_per_second", "**{:,.1f}**"),
             ("of the limit", "share_of_limit", "{:.0%}"),
         ),
-        rows=lambda result: [
-            m for kind in ("request", "throughput") for m in result["measurements"] if m["kind"] == kind
-        ],
+        rows=generations,
         kind="throughput",
         goals=CASES[name].goals,
         file=name,

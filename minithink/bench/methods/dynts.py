@@ -21,21 +21,22 @@ from minithink.policies.dynts_cost import length, predictor_flops
 from minithink.tasks import families
 
 # Others have the triggers of DynTS and keep as many tokens. SepLLM keeps fewer, but for the paper's form.
-OTHERS = tuple(
-    f"{policy}{SAME}"
-    for policy in ("window:", "streaming_llm:", "rkv:", "crystal_kv_lite:", "random:", "skipkv:tau=0.9,at=boundary,")
+OTHERS = (
+    f"window:{SAME}",
+    f"streaming_llm:{SAME}",
+    f"rkv:{SAME}",
+    f"crystal_kv_lite:{SAME}",
+    f"random:{SAME}",
+    f"skipkv:tau=0.9,at=boundary,{SAME}",
 )
 LATER = tuple(at_once(CHOSEN[name]) for name in ("sepllm", "h2o", "snapkv_decode"))
 # C.3: DynTS's local window, as a share of the tokens that stay; SepLLM fills up with the newest tokens.
 RECENT = f"recent={LOCAL / (LOCAL + RATIO * (1 - LOCAL)):.2f}"
-AS_THE_PAPER = tuple(
-    at_once(policy)
-    for policy in (
-        f"rkv:{RECENT}",
-        f"h2o:{RECENT}",
-        f"snapkv_decode:{RECENT}",
-        "sepllm:fill=true,separators=1000,window=1,initial=0",
-    )
+AS_THE_PAPER = (
+    at_once(f"rkv:{RECENT}"),
+    at_once(f"h2o:{RECENT}"),
+    at_once(f"snapkv_decode:{RECENT}"),
+    at_once("sepllm:fill=true,separators=1000,window=1,initial=0"),
 )
 TARGETS = ("dynts", "dynts:target=hindsight", "dynts:target=needs")
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
@@ -126,7 +127,8 @@ METHODS = {
 
 def cases(batches: Sequence[int], shares: Sequence[float], pool: float = 1.0) -> list[Case]:
     """Whole generations and steps at each batch, and bytes."""
-    out = [Case(kind, method, batch) for batch in batches for kind in ("request", "step") for method in METHODS]
+    each = product(batches, ("request", "step"), METHODS)
+    out = [Case(kind, method, batch) for batch, kind, method in each]
     return [*out, Case("bytes", "dynts"), *(Case("throughput", method) for method in METHODS)]
 
 
@@ -144,11 +146,11 @@ def by_level(result: Result) -> list[Row]:
     """Every measured length of whole generations; `flops_in_all` adds a predictor's operations (eq. 12)."""
     own = sorted(of_kind(result, "request"), key=lambda m: m["batch"])
     each = predictor_flops(HIDDEN[result["settings"]["model_shape"]])
-    return [
-        {**m, **level, "flops_in_all": level["flops"] + (m["method"] == "dynts") * m["batch"] * each}
-        for m in own
-        for level in m["levels"]
-    ]
+    rows = list[Row]()
+    for m in own:
+        more = m["batch"] * each if m["method"] == "dynts" else 0
+        rows += [{**m, **level, "flops_in_all": level["flops"] + more} for level in m["levels"]]
+    return rows
 
 
 def held(method: str, settings: Row) -> list[int]:

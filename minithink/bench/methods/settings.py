@@ -93,20 +93,18 @@ def best(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     return {name: max((text for text in own if text in whole), key=whole.__getitem__) for name, own in texts.items()}
 
 
-CHOSEN = {  # what `best` finds (tested)
-    name: protected(name, setting)
-    for name, setting in {
-        "h2o": "recent=0.75",
-        "tova": "",
-        "scissorhands": "history=400,buffer=16",
-        "snapkv_decode": "buffer=16",
-        "ada_snapkv": "buffer=16,floor=0.8",
-        "pyramidkv": "buffer=16,beta=2",
-        "raas": "",
-        "lazy_eviction": "window=16,alpha=0.01",
-        "morphkv": "window=32",
-        "random_attention": "buffer=16",
-        "vase": "buffer=16,variant=dkv",
-        "sepllm": "window=0.6",
-    }.items()
+BEST = {  # what `best` finds (tested)
+    "h2o": "recent=0.75",
+    "tova": "",
+    "scissorhands": "history=400,buffer=16",
+    "snapkv_decode": "buffer=16",
+    "ada_snapkv": "buffer=16,floor=0.8",
+    "pyramidkv": "buffer=16,beta=2",
+    "raas": "",
+    "lazy_eviction": "window=16,alpha=0.01",
+    "morphkv": "window=32",
+    "random_attention": "buffer=16",
+    "vase": "buffer=16,variant=dkv",
+    "sepllm": "window=0.6",
 }
+CHOSEN = {name: protected(name, setting) for name, setting in BEST.items()}

@@ -78,16 +78,10 @@ SWEEPS = {
         (
             "seal",
             "seal:vector=matched",
-            *(
-                f"seal:vector={vector},alpha_0={alpha:g}"
-                for vector in ("plain", "matched")
-                for alpha in (0.25, 0.5, 2)
-            ),
-            *(
-                f"seal:at=every,vector={vector},alpha_0={alpha:g}"
-                for vector in ("plain", "matched")
-                for alpha in (0.1, 0.25, 1)
-            ),
+            *(f"seal:vector=plain,alpha_0={alpha:g}" for alpha in (0.25, 0.5, 2)),
+            *(f"seal:vector=matched,alpha_0={alpha:g}" for alpha in (0.25, 0.5, 2)),
+            *(f"seal:at=every,vector=plain,alpha_0={alpha:g}" for alpha in (0.1, 0.25, 1)),
+            *(f"seal:at=every,vector=matched,alpha_0={alpha:g}" for alpha in (0.1, 0.25, 1)),
             *(f"seal:vector=matched,layer={layer}" for layer in (3, 4, 5)),
         ),
         budgets=(),

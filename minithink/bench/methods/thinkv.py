@@ -357,8 +357,11 @@ def steps_said(result: Result) -> Iterable[str]:
     own = of_kind(result, "step")
     counts = [m["settings"]["steps"] for m in own]
     usual = statistics.mode(counts) if counts else 0
-    other = (f"{title(m)}, {m['batch']}: {n}" for m in own if (n := m["settings"]["steps"]) != usual)
-    return [f"Means of {usual} steps" + "".join(f"; {text}" for text in other) + ".", ""]
+    said = f"Means of {usual} steps"
+    for m, count in zip(own, counts, strict=True):
+        if count != usual:
+            said += f"; {title(m)}, {m['batch']}: {count}"
+    return [f"{said}.", ""]
 
 
 def bytes_said(result: Result) -> Iterable[str]:
@@ -443,15 +446,10 @@ STEP_TABLES = {
             METHOD,
             ("of the full cache", "share", "**{:.2%}**"),
             ("a sequence", lambda m: m["bytes"] / 2**20, "{:,.1f} MiB"),
-            *(
-                (name, mib(kind), "{:,.1f} MiB")
-                for name, kind in (
-                    ("codes", "payload"),
-                    ("scales", "scales"),
-                    ("buffers", "buffers"),
-                    ("tables and the rest", "rest"),
-                )
-            ),
+            ("codes", mib("payload"), "{:,.1f} MiB"),
+            ("scales", mib("scales"), "{:,.1f} MiB"),
+            ("buffers", mib("buffers"), "{:,.1f} MiB"),
+            ("tables and the rest", mib("rest"), "{:,.1f} MiB"),
             ("whole pool", "pool_share", "{:.2%}"),
             ("pages used", "pages_share", "{:.0%}"),
             ANNEALED,

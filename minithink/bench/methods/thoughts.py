@@ -32,7 +32,8 @@ def thresholds(result: Result) -> Iterable[Row]:
     settings = result["settings"]
     own = {"thresholds": result["thresholds"], "shares": m["shares_of_types"], "other": "keywords"}
     yield {"name": f"**the file ({result['chosen']})**", **own, **m["keywords"]}
-    if under := m["eviction"]:
+    under = m["eviction"]
+    if under:
         name = f"the full cache, {under['prompts']} texts"
         other = f"`{settings['policy']}` at {settings['budget']:,}"
         yield {"name": name, **own, "shares": under["shares_of_types"], "other": other, **under}

@@ -86,7 +86,8 @@ def measure(storage: Storage, batch: int, length: int, repeats: int) -> Measurem
     steps = list[float]()
     flushes = list[float]()
     for n in range(total):
-        if flush_graph and (rows := [row for row, point in enumerate(points) if point == size]):
+        rows = [row for row, point in enumerate(points) if point == size]
+        if flush_graph and rows:
             full.row[: len(rows)] = torch.tensor(rows, device=device)
             full.values[ACTIVE] = torch.arange(len(full), device=device) < len(rows)
             flushes.append(attention.elapsed(flush_graph))

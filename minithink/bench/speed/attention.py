@@ -77,7 +77,8 @@ def _numbers(text: str) -> list[int]:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Check, measure, write, print."""
     names = [OPTIONS.get(name, name) for name in args.formats]
-    if unknown := [name for name in names if name not in FORMATS]:
+    unknown = [name for name in names if name not in FORMATS]
+    if unknown:
         raise UsageError(f"The format {quoted(unknown[0])} is unknown; {alternatives(unknown[0], FORMATS)}.")
 
     def rows(result: dict[str, Any]) -> Iterator[Measurement]:

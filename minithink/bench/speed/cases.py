@@ -189,13 +189,12 @@ class Command:
         entry = self.entry
         device = torch.device(args.device)
         others = {file: self.read(file) for file in (*([path] if path.exists() else []), *args.join)}
-        # Later files win. Methods that are no longer listed are dropped.
-        there = {
-            m["case"]: {x: other[x] for x in ABOUT} | m
-            for other in others.values()
-            for m in other["measurements"]
-            if m["method"] in (*entry.methods, PEER)
-        }
+        there: dict[str, dict[str, Any]] = {}  # the cases that are measured already; of several files the last one's
+        for other in others.values():
+            about = {x: other[x] for x in ABOUT}
+            for m in other["measurements"]:
+                if m["method"] in (*entry.methods, PEER):  # others are no longer listed
+                    there[m["case"]] = about | m
         todo = [c for c in chosen if c.name not in there or there[c.name]["settings"] != _settings(entry, args, c)]
         if todo and device.type == "cuda" and not torch.cuda.is_available():
             raise UsageError("--device cuda: torch finds no CUDA device here; use --device cpu.")
@@ -203,7 +202,9 @@ class Command:
         if not todo:  # nothing is measured in this call
             result |= {x: [*others.values()][-1][x] for x in ("machine", "versions", *ABOUT)}
         for file, other in others.items():
-            if (theirs := _place(other)) != (ours := _place(result)):
+            theirs = _place(other)
+            ours = _place(result)
+            if theirs != ours:
                 raise UsageError(
                     f"{file} was measured on {theirs}, and this is {ours}: ratios need one machine; give another "
                     "--output."
@@ -410,7 +411,8 @@ class Bench:
         a = self.args
         s = settings_of(self.entry, self.args, case.drawn)
         room = a.tokens + a.warm + a.level_steps
-        if not (batch := case.batch or self.largest(case, s, room, a.few)):
+        batch = case.batch or self.largest(case, s, room, a.few)
+        if not batch:
             raise MinithinkError(f"not one sequence fits into {self.memory / GIB:,.3g} GiB")
         steady = self.steady(case, batch, room, a.few)
         loop = TimedLoop(steady)

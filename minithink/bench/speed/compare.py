@@ -48,7 +48,8 @@ def lines(goals: Sequence[Goal], measurements: Sequence[Row], kind: str, title: 
         ("sequences", "method", "beside", "as fast", "by their bounds", "aimed at", "measured in"),
     ]
     for x in comparisons(goals, measurements):
-        if (ours := of[x.ours])["kind"] == kind:
+        ours = of[x.ours]
+        if ours["kind"] == kind:
             batch = f"{ours['batch']:,} / {of[x.theirs]['batch']:,}"
             bound = f"{x.bound:.2f} ×, reached {x.ratio / x.bound:.0%}" if x.bound else "–"
             goal = f"{x.goal:.0%} of that" if x.bound else f"{x.goal:g} ×"

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit code 1 if anything did not compile."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels: unset it to compile them.")
-    if unknown := [name for name in args.names if name not in modules()]:
+    unknown = [name for name in args.names if name not in modules()]
+    if unknown:
         raise UsageError(f"There is no kernel named {quoted(unknown[0])}; {alternatives(unknown[0], modules())}.")
     pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0

@@ -40,7 +40,8 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     lists = (theirs.table.free_pages, theirs.free_groups)
     free = (own.table.free_pages, own.free_groups)
     for numbers, parts in zip(free, zip(*held, strict=True), strict=True):
-        if (wanted := sum(map(len, parts))) > numbers.count:
+        wanted = sum(map(len, parts))
+        if wanted > numbers.count:
             raise Exhausted(f"The KV pool is exhausted: copies need {wanted:,} of {numbers.count:,} {numbers.what}.")
     for numbers in free:
         _shuffle(numbers)
@@ -50,10 +51,10 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
     for first, old in zip(firsts, held, strict=True):
         rows = len(of[first : first + n])
         stride = theirs.table.stride
-        new = [
-            numbers.draw(torch.ones_like(x, dtype=torch.bool), len(x)).long()
-            for numbers, x in zip(free, old, strict=True)
-        ]
+        new = []
+        for numbers, x in zip(free, old, strict=True):
+            every = torch.ones_like(x, dtype=torch.bool)
+            new.append(numbers.draw(every, len(x)).long())
         to_page, to_group = map(_map, lists, free, old, new)
         place = source.lists.place[:, :rows]
         paged = to_page[(place // stride).clamp(min=0).long()] * stride + place % stride

@@ -59,7 +59,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.only:
         call(args.only)
         return 0
-    if (ncu := shutil.which("ncu")) is None:
+    ncu = shutil.which("ncu")
+    if ncu is None:
         raise MinithinkError("bench counters needs NVIDIA's Nsight Compute: no program ncu is on the PATH.")
     return attention.report(DEFAULT, args, argv, {"metrics": METRICS}, lambda _: counted(ncu))
 

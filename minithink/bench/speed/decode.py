@@ -142,7 +142,8 @@ def line(m: record.Measurement) -> str:
     said = [f"{m['shape']:14} batch {m['batch']:3}  {ours['tokens_per_second']:10,.1f} tok/s"]
     if peer:
         said.append(f"{m['ratio']:.2f} x transformers with its {peer['cache']} cache")
-        if must := m["same"].get("steps_that_must_agree"):
+        must = m["same"].get("steps_that_must_agree")
+        if must:
             said.append(f"same tokens for {min(m['same']['steps_that_agree'])} steps ({min(must)} required)")
     if "target" in m:
         said.append(f"target {m['target']} {'reached' if m['target_reached'] else 'missed'}")
@@ -178,7 +179,8 @@ class Embedded:
             "prompt_tokens": args.prompt_tokens,
             "new_tokens": new_tokens,
         }
-        if peer := self.peer:
+        peer = self.peer
+        if peer:
             rows = torch.tensor(prompts, device=device)
             theirs, margins = peer.margins(rows, new_tokens)
             out["same"] = same_tokens(tokens, theirs, margins, CLOSE[self.dtype])
@@ -205,7 +207,8 @@ class Embedded:
             out["ratio"] = statistics.median(out["ratios"])
             if new_tokens > 1:
                 out["decode_ratio"] = statistics.median((y - y1) / (x - x1) for x, x1, y, y1 in pairs)
-            if target := TARGETS.get((device.type, batch)):
+            target = TARGETS.get((device.type, batch))
+            if target:
                 out["target"] = target
                 out["target_reached"] = out["ratio"] >= target
         return out
@@ -241,7 +244,8 @@ def make_prompts(engine: Engine, batch: int, length: int, new_tokens: int) -> li
     if length <= QUESTION:
         raise UsageError(f"--prompt-tokens is {length}; it must be above {QUESTION}, for the question to remain.")
     prompts = sorted((engine.prompt_ids(p.question) for p in load_problems("validation")), key=len)
-    if not (long := [p for p in prompts if len(p) >= length]):
+    long = [p for p in prompts if len(p) >= length]
+    if not long:
         raise UsageError(f"--prompt-tokens is {length}, and the longest problem has {len(prompts[-1])}: lower it.")
     # With more rows than problems, problems repeat.
     return [p[: length - QUESTION] + p[-QUESTION:] for p in (long[i % len(long)] for i in range(batch))]

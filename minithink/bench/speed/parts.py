@@ -100,6 +100,10 @@ class TimedLoop(DecodeLoop):
             counts["eviction"] = taken["decide"]
             counts["compaction"] = [n if self.cache.store.compaction else 0 for n in taken["decide"]]
         n = len(self.tokens)
+        device_milliseconds = {}
+        for part in ("step", "decide", "flush"):
+            seconds_of_part = sum(s.seconds for s in every if s.part == part)
+            device_milliseconds[part] = 1e3 * seconds_of_part / len(times)
         return {
             "steps": len(times),
             "recorded_steps": made,
@@ -109,10 +113,7 @@ class TimedLoop(DecodeLoop):
             "rates": {name: rates(of, n) for name, of in counts.items()},
             **counted(self.steady, before),
             "observed_steps": sum(s.observed for s in every) / len(times),
-            "device_milliseconds": {
-                part: 1e3 * sum(s.seconds for s in every if s.part == part) / len(times)
-                for part in ("step", "decide", "flush")
-            },
+            "device_milliseconds": device_milliseconds,
         }
 
     def gathers(self, most: int) -> list[float]:
@@ -202,7 +203,8 @@ def parts(loop: TimedLoop, m: dict[str, Any]) -> dict[str, Any]:
     gather = 0.0
     in_step = in_decide = 0.0  # what the step's graph does for refreshes, and the decisions' beside evictions
     found = dict[str, float]()  # parts of decisions that are timed alone
-    if watched := steady.stand_in.watched:
+    watched = steady.stand_in.watched
+    if watched:
         mass = attention_seconds(steady, watched) * 1e3 - attend
         share = m["rates"]["decision"]
         rows = max(1, round(share["sequence_steps"] * batch / max(share["steps"], 1e-9)))  # of one decision

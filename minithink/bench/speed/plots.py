@@ -79,9 +79,11 @@ def latency(figure: Any, entry: Cases, steps: Sequence[Mapping[str, Any]]) -> No
     axis = figure.subplots()
     leftmost = min((m for m in steps if m["method"] in entry.lines), key=lambda m: m["step_milliseconds"])["method"]
     for method, color in entry.lines.items():
-        if not (own := [m for m in steps if m["method"] == method]):
+        own = [m for m in steps if m["method"] == method]
+        if not own:
             continue
-        x, y = ([m[name] for m in own] for name in ("step_milliseconds", "tokens_per_second"))
+        x = [m["step_milliseconds"] for m in own]
+        y = [m["tokens_per_second"] for m in own]
         axis.plot(x, y, marker="o", markersize=3, color=color, label=method)
         for m in own if method == leftmost else ():
             at = (m["step_milliseconds"], m["tokens_per_second"])
@@ -106,7 +108,8 @@ def levels(figure: Any, entry: Cases, rows: Sequence[Row]) -> None:
             for axis, value in zip(others, ALONG.values(), strict=True):
                 y = [value(m) for m in own]
                 axis.plot([m["level"] for m in own], y, style, marker="o", markersize=3, color=color, label=label)
-        if own := [m for m in rows if m["method"] == method]:
+        own = [m for m in rows if m["method"] == method]
+        if own:
             first.plot(entry.held(method, own[0]["settings"]), color=color)
     for axis, title in zip(axes, ("cached tokens of one sequence, calculated", *ALONG), strict=True):
         axis.set_title(title, fontsize=8)

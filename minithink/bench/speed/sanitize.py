@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run the tests under each tool, write, print; exit code 1 if a tool found something or a test failed."""
     record.need_gpu(DEFAULT)
-    if (program := shutil.which("compute-sanitizer")) is None:
+    program = shutil.which("compute-sanitizer")
+    if program is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
     path = record.output(args, DEFAULT)
     words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _shapes(text: str) -> list[tuple[int, int]]:
     """For argparse: "64x4096,1x16384"."""
     parts = [part.split("x") for part in text.split(",")]
-    if wrong := next((part for part in parts if len(part) != 2), None):
+    wrong = next((part for part in parts if len(part) != 2), None)
+    if wrong:
         raise argparse.ArgumentTypeError(f"{'x'.join(wrong)!r} is not like 64x4096, sequences x tokens")
     return [(positive(batch), positive(length)) for batch, length in parts]
 
