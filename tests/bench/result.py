@@ -14,9 +14,13 @@ from minithink.bench.__main__ import main
 
 # A result file without its name and measurements.
 RESULT: dict[str, Any] = {
-    "complete": True, "command": "python -m minithink.bench", "date": "2031-02-03T04:05:06Z",
-    "commit": "0123456789abcdef", "machine": {"cpu": "A CPU", "gpu": "A GPU"}, "versions": {"torch": "2.9"},
-}  # fmt: skip
+    "complete": True,
+    "command": "python -m minithink.bench",
+    "date": "2031-02-03T04:05:06Z",
+    "commit": "0123456789abcdef",
+    "machine": {"cpu": "A CPU", "gpu": "A GPU"},
+    "versions": {"torch": "2.9"},
+}
 
 
 def says_that_there_is_no_gpu(benchmark: str, folder: Path) -> None:

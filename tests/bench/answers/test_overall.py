@@ -48,11 +48,20 @@ def test_of_several_samples_a_problem_has_the_mean() -> None:
 def result(*policies: tuple[str, float | None, dict[str, float], dict[str, float] | None]) -> dict[str, Any]:
     """A comparison of two families. Of each policy: name, budget, right answers by family, difference in points."""
     rows = [
-        {"policy": policy, "budget": budget, "family": family, "pass_at_1": share, "samples": 50, "cut_off": 0.25 * i,
-         "generated_mean": 100.0 + 100 * i, "of_full": 0.5,
-         "all": points and {name: x / 100 for name, x in points.items()}}
-        for policy, budget, shares, points in policies for i, (family, share) in enumerate(shares.items())
-    ]  # fmt: skip
+        {
+            "policy": policy,
+            "budget": budget,
+            "family": family,
+            "pass_at_1": share,
+            "samples": 50,
+            "cut_off": 0.25 * i,
+            "generated_mean": 100.0 + 100 * i,
+            "of_full": 0.5,
+            "all": points and {name: x / 100 for name, x in points.items()},
+        }
+        for policy, budget, shares, points in policies
+        for i, (family, share) in enumerate(shares.items())
+    ]
     settings = {"limit": 50, "split": "test", "beside": "random"}
     return {"measurements": rows, "settings": settings}
 
@@ -74,10 +83,12 @@ def test_loops_are_shown_where_all_of_them_are_known() -> None:
 def test_the_table_of_all_families() -> None:
     """By hand: means of both families, the best policy over all budgets first, no policy without a budget."""
     found = result(
-        ("full", None, {"a": 1.0, "b": 1.0}, None), ("random", 0.25, {"a": 0.25, "b": 0.75}, {}),
-        ("random", 0.5, {"a": 0.75, "b": 0.75}, {}), ("x", 0.25, {"a": 0.5, "b": 0.9}, LESS),
+        ("full", None, {"a": 1.0, "b": 1.0}, None),
+        ("random", 0.25, {"a": 0.25, "b": 0.75}, {}),
+        ("random", 0.5, {"a": 0.75, "b": 0.75}, {}),
+        ("x", 0.25, {"a": 0.5, "b": 0.9}, LESS),
         ("x", 0.5, {"a": 1.0}, None),
-    )  # fmt: skip
+    )
     header, first, second = pages.cells(overall.TABLE, overall.rows(found))
     each = ("tokens", "cut off", "bytes")
     assert header == ("policy", "25 %: right", "difference", *each, "50 %: right", *each)

@@ -18,11 +18,26 @@ from minithink.errors import MinithinkError
 from minithink.evaluate.plan import Cell, Spec
 
 SETTINGS: dict[str, Any] = {
-    "checkpoint": "00", "dataset": "facts", "split": "test", "limit": 2, "problems": "ab", "num_samples": 1,
-    "recall": False, "needed": False, "temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0,
-    "max_new_tokens": 9, "dtype": "float32", "backend": "reference", "device": "cpu", "schedule": None,
+    "checkpoint": "00",
+    "dataset": "facts",
+    "split": "test",
+    "limit": 2,
+    "problems": "ab",
+    "num_samples": 1,
+    "recall": False,
+    "needed": False,
+    "temperature": 0.6,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "max_new_tokens": 9,
+    "dtype": "float32",
+    "backend": "reference",
+    "device": "cpu",
+    "schedule": None,
     "calibration": {"thoughts.json": {"layers": [1], "thresholds": [0.1, 0.2]}},
-}  # fmt: skip
+}
 
 
 def run_of(policy: str = "rkv", budget: float | None = 0.5, **changed: Any) -> Run:
@@ -35,11 +50,20 @@ def run_of(policy: str = "rkv", budget: float | None = 0.5, **changed: Any) -> R
 @pytest.mark.parametrize(
     "changed",
     [
-        {"checkpoint": "01"}, {"dataset": "ledger"}, {"split": "validation"}, {"limit": 3}, {"problems": "ac"},
-        {"num_samples": 2}, {"temperature": 0.5}, {"seed": 1}, {"max_new_tokens": 8}, {"dtype": "bfloat16"},
-        {"backend": "triton"}, {"schedule": "interval:8"},
+        {"checkpoint": "01"},
+        {"dataset": "ledger"},
+        {"split": "validation"},
+        {"limit": 3},
+        {"problems": "ac"},
+        {"num_samples": 2},
+        {"temperature": 0.5},
+        {"seed": 1},
+        {"max_new_tokens": 8},
+        {"dtype": "bfloat16"},
+        {"backend": "triton"},
+        {"schedule": "interval:8"},
     ],
-)  # fmt: skip
+)
 def test_whatever_decides_a_run_is_in_its_key(changed: dict[str, Any]) -> None:
     assert not serves(run_of(), run_of(**changed).key)
     assert serves(run_of(**changed), run_of(**changed).key)
@@ -103,9 +127,11 @@ def test_of_several_runs_of_a_key_the_most_telling_one_is_shown() -> None:
 
     fresh, stale = made(), made("01", 0.0, stale=True)
     for better, worse in (
-        (fresh, stale), (made("01"), made("", 0.0, date="2027")), (made("01", 0.0), made("01", date="2027")),
+        (fresh, stale),
+        (made("01"), made("", 0.0, date="2027")),
+        (made("01", 0.0), made("01", date="2027")),
         (made("01", date="2027"), made("01")),
-    ):  # fmt: skip
+    ):
         assert pick([better, worse], [fresh.key]) == pick([worse, better], [fresh.key]) == [better]
 
 
@@ -231,10 +257,13 @@ def test_a_new_option_at_its_default_orphans_no_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "of_kernels", "of_twins"),
     [
-        ("policy", "stale", "stale"), ("formats", "stale", "stale"), ("twins", "unchecked", "stale"),
-        ("kernels", "unchecked", "unchecked"), ("", "", ""),
+        ("policy", "stale", "stale"),
+        ("formats", "stale", "stale"),
+        ("twins", "unchecked", "stale"),
+        ("kernels", "unchecked", "unchecked"),
+        ("", "", ""),
     ],
-)  # fmt: skip
+)
 def test_changed_code_makes_a_run_stale(part: str, of_kernels: str, of_twins: str) -> None:
     """A run with kernels has run no twins: what tests hold equal is compared by answers."""
     for backend, state in (("triton", of_kernels), ("reference", of_twins)):
@@ -261,13 +290,22 @@ def test_the_documents_ask_for_the_embedded_model() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"key": []}, {"key": {}}, {"key": {"policy": 1}}, {"row": None}, {"answers": {}}, {"tokens": "10"},
-        {"date": 1}, {"stale": 1}, {"right": None}, {"further": "\x1b" * 1000}, {"row": {"pass_at_1": float("nan")}},
+        {"key": []},
+        {"key": {}},
+        {"key": {"policy": 1}},
+        {"row": None},
+        {"answers": {}},
+        {"tokens": "10"},
+        {"date": 1},
+        {"stale": 1},
+        {"right": None},
+        {"further": "\x1b" * 1000},
+        {"row": {"pass_at_1": float("nan")}},
         {"key": {"policy": "rkv", "backend": "b", "dataset": "d", "settings": {"rkv": 1}}},
         {"key": {"policy": "rkv", "backend": "b", "dataset": "d", "settings": {}, "budget": 10**400}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_pool_with_wrong_types_is_refused_with_a_sentence(tmp_path: Path, change: dict[str, Any]) -> None:
     line = json.dumps({**vars(run_of()), **change})
     (tmp_path / pool.PLAIN).write_text(line + "\n")

@@ -106,11 +106,14 @@ def test_an_interrupt_reaches_all_processes(tmp_path: Path, from_terminal: bool)
     script.write_text(INTERRUPTED)
     words = [sys.executable, str(script), str(tmp_path)]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        words,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
         # a shell makes what runs in its background deaf to interrupts
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "(0, 'done')\n"
         logs = [tmp_path / f"{x}.log" for x in (1, 2)]

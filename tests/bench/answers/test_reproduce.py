@@ -128,9 +128,15 @@ def test_no_answer_in_common_is_no_success(there: Path, capsys: pytest.CaptureFi
 def test_the_settings_of_a_run_are_those_of_its_key() -> None:
     """Padding depends on all prompts, so such a run is generated whole."""
     key: dict[str, Any] = {
-        "policy": "window", "budget": 0.5, "dataset": "facts", "split": "test", "num_samples": 1,
-        "max_new_tokens": 9, "limit": 200, "dtype": "bfloat16",
-    }  # fmt: skip
+        "policy": "window",
+        "budget": 0.5,
+        "dataset": "facts",
+        "split": "test",
+        "num_samples": 1,
+        "max_new_tokens": 9,
+        "limit": 200,
+        "dtype": "bfloat16",
+    }
     about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
     run = pool.Run(key, {}, {}, [["a", 0, "1"], ["b", 0, None]], [9, 2], **about)
     args: Any = type("Args", (), {"limit": None, "device": "cpu", "dtype": None, "batch_size": None})

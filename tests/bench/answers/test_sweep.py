@@ -98,8 +98,11 @@ def cells_of(folder: Path) -> set[tuple[str, str, float | None]]:
 
 def found(folder: Path) -> dict[Any, Any]:
     """What does not depend on the machine's speed."""
-    return {run.cell: {name: x for name, x in run.row.items() if name != "tokens_per_second"} |
-            {"answers": run.answers, "right": run.right} for run in pool.read(folder)}  # fmt: skip
+    return {
+        run.cell: {name: x for name, x in run.row.items() if name != "tokens_per_second"}
+        | {"answers": run.answers, "right": run.right}
+        for run in pool.read(folder)
+    }
 
 
 @pytest.fixture
@@ -283,8 +286,10 @@ def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: py
     assert len(cells_of(tmp_path)) == 2
     (tmp_path / pool.FILE).unlink()
     assert main([*words_of(tmp_path, "snapkv"), *facts]) == 0
-    assert {run.cell for run in pool.read(tmp_path)} == {("facts", "full", None), *(
-        ("facts", policy, 0.5) for policy in sweep.SWEEPS["snapkv"].policies)}  # fmt: skip
+    assert {run.cell for run in pool.read(tmp_path)} == {
+        ("facts", "full", None),
+        *(("facts", policy, 0.5) for policy in sweep.SWEEPS["snapkv"].policies),
+    }
     again = tmp_path / "again"
     assert main([*words_of(again, "snapkv"), *facts, "--finished", "--join", str(tmp_path / pool.FILE)]) == 0
     assert (again / pool.FILE).read_bytes() == (tmp_path / pool.FILE).read_bytes()
@@ -298,9 +303,18 @@ def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str
 
 def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the embedded model, and of another one, which serves no comparison of the embedded one."""
-    row = {"pass_at_1": 0.5, "pass_at_1_low": 0.4, "pass_at_1_high": 0.6, "generated_mean": 100.0, "samples": 200,
-           "kv_bytes_peak": 1000.0, "needed_kept": 0.75, "recall": None,
-           "needed_beyond": 0.625, "parsed": 0.875}  # fmt: skip
+    row = {
+        "pass_at_1": 0.5,
+        "pass_at_1_low": 0.4,
+        "pass_at_1_high": 0.6,
+        "generated_mean": 100.0,
+        "samples": 200,
+        "kv_bytes_peak": 1000.0,
+        "needed_kept": 0.75,
+        "recall": None,
+        "needed_beyond": 0.625,
+        "parsed": 0.875,
+    }
     about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {"cpu": "x"}, "versions": {"torch": "2.9"}}
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     for name, model in (("card", {}), ("robustness", {"checkpoint": "of another"})):

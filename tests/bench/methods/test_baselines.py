@@ -27,9 +27,14 @@ torch.set_num_threads(1)
 BUDGET, PROMPT = 40, 8
 SMALL = Settings((("budget", BUDGET),), prompt=PROMPT)
 BY_LOT = {
-    "h2o": "", "tova": "", "raas": "", "morphkv": "", "lazy_eviction": ",window=8,alpha=0.05", "vase": ",buffer=8",
+    "h2o": "",
+    "tova": "",
+    "raas": "",
+    "morphkv": "",
+    "lazy_eviction": ",window=8,alpha=0.05",
+    "vase": ",buffer=8",
     "scissorhands": ",buffer=8,history=16",
-}  # fmt: skip
+}
 BY_SCORE = dict.fromkeys(("snapkv_decode", "ada_snapkv", "pyramidkv"), ",buffer=8")
 SETTINGS = BY_LOT | BY_SCORE
 

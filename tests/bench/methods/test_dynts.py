@@ -49,12 +49,14 @@ def test_operations_of_a_length_contain_the_predictor() -> None:
     """6d² + d for each sequence of DynTS (eq. 12), none for the full cache."""
     assert {name: config.hidden_size for name, config in CONFIGS.items()} == HIDDEN
     level = {"level": 64, "flops": 10**9}
-    rows = by_level({
-        "settings": {"model_shape": "llama-8b"},
-        "measurements": [
-            {"kind": "request", "method": method, "batch": 20, "levels": [level]} for method in ("full", "dynts")
-        ],
-    })  # fmt: skip
+    rows = by_level(
+        {
+            "settings": {"model_shape": "llama-8b"},
+            "measurements": [
+                {"kind": "request", "method": method, "batch": 20, "levels": [level]} for method in ("full", "dynts")
+            ],
+        }
+    )
     assert [row["flops_in_all"] for row in rows] == [10**9, 10**9 + 20 * 100_667_392]
 
 
@@ -121,8 +123,10 @@ def test_every_panel_shows_its_numbers() -> None:
     settings = {"budget": 160, "local": 12, "prompt_tokens": 128, "tokens": 80}
     rows = [
         {"method": method, "batch": batch, "level": at, "settings": settings, **level}
-        for batch in (1, 5) for method in ("full", "dynts") for at in (20, 60)
-    ]  # fmt: skip
+        for batch in (1, 5)
+        for method in ("full", "dynts")
+        for at in (20, 60)
+    ]
     plots.levels(figure, CASES["dynts"], rows)
     first, *others = figure.axes
     assert [[*line.get_ydata()] for line in first.lines] == [held(m, settings) for m in ("full", "dynts")]

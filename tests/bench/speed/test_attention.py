@@ -19,12 +19,16 @@ def test_the_table(tmp_path: Path) -> None:
         return {"batch": batch, "length": 4096, "format": name, "microseconds": microseconds, **more}
 
     result = {
-        **RESULT, "benchmark": "attention",
+        **RESULT,
+        "benchmark": "attention",
         "measurements": [
-            row(1, "sdpa", 12.34), row(1, "bf16", 9.876, ratio=1.249), row(64, "sdpa", 1234.5),
-            row(64, "bf16", 250.4, ratio=4.93), row(64, "nvfp4", 80.0, ratio=3.13),
+            row(1, "sdpa", 12.34),
+            row(1, "bf16", 9.876, ratio=1.249),
+            row(64, "sdpa", 1234.5),
+            row(64, "bf16", 250.4, ratio=4.93),
+            row(64, "nvfp4", 80.0, ratio=3.13),
         ],
-    }  # fmt: skip
+    }
     record.write(tmp_path / "attention.json", result)
     text = pages.fill("<!-- table:attention -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[1:-3] == [

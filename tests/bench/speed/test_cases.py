@@ -34,9 +34,21 @@ SMALL = Settings(NUMBERS_OF, prompt=8)
 ENTRY = CASES["thinkv"]
 DRAWN = ("thinkv", "thinkv-channel", "tbe", *SLOTS)
 NUMBERS = {
-    "budget": 64, "tau": 16, "buffer": 16, "prompt-tokens": 8, "start": 80, "steps": 8, "warm": 1, "tokens": 192,
-    "levels": 2, "level-steps": 2, "memory": 0.0014, "headroom": 0.001, "batch": 2, "transition-share": 0.5,
-}  # fmt: skip
+    "budget": 64,
+    "tau": 16,
+    "buffer": 16,
+    "prompt-tokens": 8,
+    "start": 80,
+    "steps": 8,
+    "warm": 1,
+    "tokens": 192,
+    "levels": 2,
+    "level-steps": 2,
+    "memory": 0.0014,
+    "headroom": 0.001,
+    "batch": 2,
+    "transition-share": 0.5,
+}
 OPTIONS = ["thinkv", "--model-shape", "tiny", *(str(x) for name, n in NUMBERS.items() for x in (f"--{name}", n))]
 
 
@@ -216,9 +228,11 @@ def test_what_a_filled_cache_has_not_paid_for_a_step_pays(method: str, monkeypat
         return call
 
     backend = replace(
-        REFERENCE, paged_attention=counting("attention", REFERENCE.paged_attention),
-        sparsity=counting("sparsity", REFERENCE.sparsity), redundancy=counting("score", REFERENCE.redundancy),
-    )  # fmt: skip
+        REFERENCE,
+        paged_attention=counting("attention", REFERENCE.paged_attention),
+        sparsity=counting("sparsity", REFERENCE.sparsity),
+        redundancy=counting("score", REFERENCE.redundancy),
+    )
     monkeypatch.setattr(model().decoder, "backend", backend)
     case = made(method, batch=1, tokens=300)
     case.reach(96)
@@ -367,13 +381,20 @@ def test_names_of_cases() -> None:
     assert [n for n in names if "block" in n] == [f"step/thinkv-block{n}/64/T30" for n in (4, 16, 32)]
     assert {"step/tbe/64/T10", "step/rkv-every-overlapped/1", "bytes/thinkv-channel/T30"} <= set(names)
     assert [n for n in names if n.startswith("thr")] == [
-        "throughput/full", "throughput/rkv", "throughput/thinkv/T30", "throughput/thinkv-channel/T30",
+        "throughput/full",
+        "throughput/rkv",
+        "throughput/thinkv/T30",
+        "throughput/thinkv-channel/T30",
         "throughput/transformers",
-    ]  # fmt: skip
+    ]
     assert [n for n in names if n.startswith("req")] == [
-        "request/full/1", "request/rkv/1", "request/rkv-gather/1", "request/rkv-overlapped/1", "request/thinkv/1/T30",
+        "request/full/1",
+        "request/rkv/1",
+        "request/rkv-gather/1",
+        "request/rkv-overlapped/1",
+        "request/thinkv/1/T30",
         "request/thinkv/64/T30",
-    ]  # fmt: skip
+    ]
     smaller = {case.name for case in ENTRY.cases([64], [0.3], 0.5)} - {*names}
     assert smaller == {"throughput/thinkv/T30/P50", "throughput/thinkv-channel/T30/P50"}
     compared = {name for goal in ENTRY.goals for name in (goal.ours, goal.theirs)}
@@ -548,9 +569,7 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name["step/full/2"] |= {"commit": "c0ffee0123456789-dirty", "date": "2001-01-01"}  # an older run
     record.write(output, result)
     again = [x.splitlines() for x in pages.fill(text, "x.md", tmp_path).split("<!-- end -->")]
-    assert ["commits: c0ffee0123-dirty, too." in lines[-1] for lines in again[:4]] == [
-        True, True, False, False
-    ]  # fmt: skip
+    assert ["commits: c0ffee0123-dirty, too." in lines[-1] for lines in again[:4]] == [True, True, False, False]
     result["measurements"] += [by_name["step/full/2"] | {"batch": n} for n in (4, 8)]
     step["settings"]["steps"] = 99
     assert "Means of 8 steps; thinkv, T 50%, 2: 99." in thinkv.steps_said(result)
@@ -559,12 +578,17 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ratios_say_in_how_many_runs_they_were_measured() -> None:
     ms: list[dict[str, Any]] = [
         {
-            "case": case, "kind": "step", "method": case.split("/")[1], "batch": 256,
+            "case": case,
+            "kind": "step",
+            "method": case.split("/")[1],
+            "batch": 256,
             "drawn": 0.3 if "tbe" in case else None,
-            "settings": {"pool": 1.0}, "tokens_per_second": speed, "date": "2026-11-23T04:46:47Z",
+            "settings": {"pool": 1.0},
+            "tokens_per_second": speed,
+            "date": "2026-11-23T04:46:47Z",
         }
         for case, speed in (("step/tbe/256/T30", 300.0), ("step/rkv/256", 200.0))
-    ]  # fmt: skip
+    ]
     row = "| 256 / 256 | tbe, T 30% | rkv | **1.50 ×** | – | 1 × |"
     assert compare.lines(ENTRY.goals, ms, "step", thinkv.title)[2] == f"{row} one run |"
     ms[1]["date"] = "2026-11-23T07:26:00Z"

@@ -22,9 +22,17 @@ from minithink.results import record
 
 TINY = ["decode", "--threads", "1", "--prompt-tokens", "64", "--new-tokens", "8", "--repeats", "1"]
 SMALL = ModelConfig(
-    "LlamaForCausalLM", vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
-    num_kv_heads=2, head_dim=8, max_position=4096, rope=RopeScaling("llama3", 8.0, original_max_position=1024),
-)  # fmt: skip
+    "LlamaForCausalLM",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position=4096,
+    rope=RopeScaling("llama3", 8.0, original_max_position=1024),
+)
 
 
 def test_both_sides_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

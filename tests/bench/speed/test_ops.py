@@ -92,8 +92,14 @@ def test_the_predictor_is_timed_beyond_the_rows_of_its_kernels(monkeypatch: pyte
 
 
 def test_the_table(tmp_path: Path) -> None:
-    m = {"kernel": "kmeans", "case": "1 × 32 segments", "microseconds": 98.76, "twin_microseconds": 54321.0,
-         "bytes": 8388608, "share": 0.0251}  # fmt: skip
+    m = {
+        "kernel": "kmeans",
+        "case": "1 × 32 segments",
+        "microseconds": 98.76,
+        "twin_microseconds": 54321.0,
+        "bytes": 8388608,
+        "share": 0.0251,
+    }
     without = {"kernel": "row", "case": "64 × 1,024 tokens", "microseconds": 3.21, "bytes": 1, "share": 0.5}
     result = {**RESULT, "benchmark": "thought-kernels", "measurements": [m, without]}
     record.write(tmp_path / "thought-kernels.json", result)
@@ -112,5 +118,7 @@ def test_the_table_has_times_of_captured_twins_if_one_was_captured() -> None:
     line = ("`kmeans`", "few", "98.8 µs", "**50%**", "54,321 µs")
     assert pages.cells(table, [without]) == [columns, line]
     assert pages.cells(table, [without, captured]) == [
-        (*columns, "twin, captured"), (*line, "–"), ("`predict`", *line[1:], "43.2 µs"),
-    ]  # fmt: skip
+        (*columns, "twin, captured"),
+        (*line, "–"),
+        ("`predict`", *line[1:], "43.2 µs"),
+    ]

@@ -24,15 +24,21 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("........ [100%]\n312 passed, 3 skipped in 61.20s (0:01:01)\n========= ERROR SUMMARY: 0 errors\n",
-         {"errors": 0, "processes": 1, "outcome": "312 passed, 3 skipped"}),
-        ("===== 1 failed, 7 passed in 5.01s =====\n===== ERROR SUMMARY: 3 errors\n===== ERROR SUMMARY: 1 error\n",
-         {"errors": 4, "processes": 2, "outcome": "1 failed, 7 passed"}),
-        ("9 passed in 1.00s\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
-         {"errors": 2, "processes": 1, "outcome": "9 passed"}),
+        (
+            "........ [100%]\n312 passed, 3 skipped in 61.20s (0:01:01)\n========= ERROR SUMMARY: 0 errors\n",
+            {"errors": 0, "processes": 1, "outcome": "312 passed, 3 skipped"},
+        ),
+        (
+            "===== 1 failed, 7 passed in 5.01s =====\n===== ERROR SUMMARY: 3 errors\n===== ERROR SUMMARY: 1 error\n",
+            {"errors": 4, "processes": 2, "outcome": "1 failed, 7 passed"},
+        ),
+        (
+            "9 passed in 1.00s\n========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)\n",
+            {"errors": 2, "processes": 1, "outcome": "9 passed"},
+        ),
         ("========= Error: Target application not found\n", {"errors": 0, "processes": 0, "outcome": "none"}),
     ],
-)  # fmt: skip
+)
 def test_reports_are_counted(text: str, want: dict[str, object]) -> None:
     assert sanitize.count(text) == want
 
@@ -86,7 +92,7 @@ def test_the_tool_is_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flaw", [False, True])
 def test_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flaw: bool
-) -> None:  # fmt: skip
+) -> None:
     """All parts run under each tool; the exit code says whether a tool found something."""
     asked = list[tuple[str, str]]()
 

@@ -55,9 +55,18 @@ def test_equals_the_reference(
     if name == "token":
         lengths = [min(n, 17) for n in lengths]
     store = filled(
-        STORAGES["plain"], "head", lengths, layers=2, kv_heads=kv_heads, group=g, dim=dim, dtype=dtype, steps=6,
-        seed=seed, spread=spread,
-    )  # fmt: skip
+        STORAGES["plain"],
+        "head",
+        lengths,
+        layers=2,
+        kv_heads=kv_heads,
+        group=g,
+        dim=dim,
+        dtype=dtype,
+        steps=6,
+        seed=seed,
+        spread=spread,
+    )
     q = torch.randn(len(lengths), kv_heads * g, dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     layer = seed % 2
     want, _ = ref.paged_attention(q, Reading(store), layer)
@@ -152,21 +161,33 @@ def test_shapes_are_read() -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     def row(batch: int, length: int, name: str, what: str, microseconds: float, share: float) -> dict[str, Any]:
-        return {"batch": batch, "length": length, "step": name, "what": what, "microseconds": microseconds,
-                "share": share}  # fmt: skip
+        return {
+            "batch": batch,
+            "length": length,
+            "step": name,
+            "what": what,
+            "microseconds": microseconds,
+            "share": share,
+        }
 
     about = {
-        "benchmark": "steps", "complete": True, "command": "python -m minithink.bench steps",
-        "date": "2031-02-03T04:05:06Z", "commit": "0123456789abcdef", "machine": {"cpu": "A CPU", "gpu": "A GPU"},
+        "benchmark": "steps",
+        "complete": True,
+        "command": "python -m minithink.bench steps",
+        "date": "2031-02-03T04:05:06Z",
+        "commit": "0123456789abcdef",
+        "machine": {"cpu": "A CPU", "gpu": "A GPU"},
         "versions": {"torch": "2.9"},
-    }  # fmt: skip
+    }
     result = about | {
-        "read_bytes_per_second": 4.592e12, "copy_bytes_per_second": 4.098e12,
+        "read_bytes_per_second": 4.592e12,
+        "copy_bytes_per_second": 4.098e12,
         "measurements": [
-            row(64, 4096, "token", "token by token", 12345.6, 0.0123), row(64, 4096, "sdpa", "torch", 250.0, 0.954),
+            row(64, 4096, "token", "token by token", 12345.6, 0.0123),
+            row(64, 4096, "sdpa", "torch", 250.0, 0.954),
             row(1, 16384, "token", "token by token", 500.4, 0.5),
         ],
-    }  # fmt: skip
+    }
     record.write(tmp_path / "steps.json", result)
     text = pages.fill("<!-- table:steps -->\n<!-- end -->", "x.md", tmp_path)
     assert text.splitlines()[1:-1] == [

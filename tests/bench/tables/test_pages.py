@@ -19,55 +19,84 @@ from minithink.results import origin, record
 from minithink.tasks import families
 
 ABOUT: dict[str, Any] = {
-    "benchmark": "decode", "complete": True, "command": "python -m minithink.bench decode",
-    "date": "2031-02-03T04:05:06Z", "commit": "0123456789abcdef", "embedded_model": "00",
-    "machine": {"cpu": "Some CPU", "cores": 2}, "versions": {"torch": "2.9", "transformers": "5.1"},
-}  # fmt: skip
+    "benchmark": "decode",
+    "complete": True,
+    "command": "python -m minithink.bench decode",
+    "date": "2031-02-03T04:05:06Z",
+    "commit": "0123456789abcdef",
+    "embedded_model": "00",
+    "machine": {"cpu": "Some CPU", "cores": 2},
+    "versions": {"torch": "2.9", "transformers": "5.1"},
+}
 CPU = ABOUT | {
     "settings": {"threads": 2},
     "measurements": [
         {
-            "shape": "embedded", "dtype": "float32", "batch": 8, "prompt_tokens": 200, "new_tokens": 512,
-            "ours": {"tokens_per_second": 1234.5}, "peer": {"tokens_per_second": 600.0}, "ratio": 2.0575,
+            "shape": "embedded",
+            "dtype": "float32",
+            "batch": 8,
+            "prompt_tokens": 200,
+            "new_tokens": 512,
+            "ours": {"tokens_per_second": 1234.5},
+            "peer": {"tokens_per_second": 600.0},
+            "ratio": 2.0575,
             "ratios": [2.0575, 1.987, 2.25],
             "decode_ratio": 2.25,
         },
         {
-            "shape": "embedded", "dtype": "float32", "batch": 1, "prompt_tokens": 200, "new_tokens": 512,
+            "shape": "embedded",
+            "dtype": "float32",
+            "batch": 1,
+            "prompt_tokens": 200,
+            "new_tokens": 512,
             "ours": {"tokens_per_second": 200.0},
         },
     ],
-}  # fmt: skip
+}
 GPU = ABOUT | {
     "complete": False,
     "machine": {"cpu": "Some CPU", "cores": 2, "gpu": "Some GPU"},
     "measurements": [
         {
-            "shape": "llama-8b", "dtype": "bfloat16", "batch": 1, "context": 2048,
-            "ours": {"tokens_per_second": 100.0, "share_of_limit": 0.456}, "peer": {"tokens_per_second": 50.0},
+            "shape": "llama-8b",
+            "dtype": "bfloat16",
+            "batch": 1,
+            "context": 2048,
+            "ours": {"tokens_per_second": 100.0, "share_of_limit": 0.456},
+            "peer": {"tokens_per_second": 50.0},
             "ratio": 2.0,
         },
     ],
-}  # fmt: skip
+}
 APPEND = ABOUT | {
     "benchmark": "append",
     "measurements": [
         {
-            "batch": 64, "length": 1024, "format": "nvfp4", "append_microseconds": 2.25, "buffer_microseconds": 0.0,
-            "attention_microseconds": 53.04, "share": 0.0424,
+            "batch": 64,
+            "length": 1024,
+            "format": "nvfp4",
+            "append_microseconds": 2.25,
+            "buffer_microseconds": 0.0,
+            "attention_microseconds": 53.04,
+            "share": 0.0424,
         },
     ],
-}  # fmt: skip
+}
 MARGINS = ABOUT | {
     "benchmark": "margins",
     "settings": {"batch_size": [1, 8], "dtype": "float32"},
     "measurements": [
         {
-            "sequences": 8, "draws": 7901, "limit": 1e-5, "near": 1, "smallest_margin": 2.34e-6, "unexplained": 0,
+            "sequences": 8,
+            "draws": 7901,
+            "limit": 1e-5,
+            "near": 1,
+            "smallest_margin": 2.34e-6,
+            "unexplained": 0,
             "parted": [{"number": 3, "batch_size": 8, "token": 5, "margin": 2.34e-6}],
         },
     ],
-}  # fmt: skip
+}
 DOCUMENT = """# Title
 
 `<!-- table:nonsense -->` within a line is no marker.
@@ -171,9 +200,16 @@ def test_every_family_has_its_tables(root: Path) -> None:
 def test_the_embedded_model_is_held_against_the_bandwidth_of_the_same_run(root: Path) -> None:
     side = {"tokens_per_second": 90.0, "decode_tokens_per_second": 100.0}
     embedded = {
-        "shape": "embedded", "dtype": "bfloat16", "batch": 2, "prompt_tokens": 100, "new_tokens": 200,
-        "ours": side, "peer": side, "ratio": 1.0, "decode_ratio": 1.0,
-    }  # fmt: skip
+        "shape": "embedded",
+        "dtype": "bfloat16",
+        "batch": 2,
+        "prompt_tokens": 100,
+        "new_tokens": 200,
+        "ours": side,
+        "peer": side,
+        "ratio": 1.0,
+        "decode_ratio": 1.0,
+    }
     # 8,279,296 weights of 2 bytes, and 2 sequences of 200 tokens on average at 8,192 bytes; a step takes 20 ms.
     bandwidth = (2 * 8_279_296 + 2 * 200 * 8192) / 0.020 / 0.25
     row = GPU["measurements"][0] | {"copy_bytes_per_second": bandwidth}
@@ -187,16 +223,24 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
     shares = {"transition": 0.3, "execution": 0.36, "reasoning": 0.34}
     look = {"mean": 0.5, "sd": 0.125, "keywords": agree}
     result = ABOUT | {
-        "benchmark": "thoughts", "layers": [1], "thresholds": [0.6111, 0.7], "chosen": "fallback",
+        "benchmark": "thoughts",
+        "layers": [1],
+        "thresholds": [0.6111, 0.7],
+        "chosen": "fallback",
         "settings": {"policy": "thinkv", "budget": 1024},
         "measurements": {
-            "prompts": 60, "right": 0.9, "tokens": 61000, "shares_of_types": shares, "keywords": agree,
+            "prompts": 60,
+            "right": 0.9,
+            "tokens": 61000,
+            "shares_of_types": shares,
+            "keywords": agree,
             "shares_of_keywords": {"transition": 0, "execution": 0.5, "reasoning": 0.5},
-            "correlation_with_position": 0.617, "layers": [look | {"layer": 0}, look | {"layer": 1}],
+            "correlation_with_position": 0.617,
+            "layers": [look | {"layer": 0}, look | {"layer": 1}],
             "share_by_rows": {"1": [0.1, 0], "16": [0.5, 1]},
             "eviction": {"prompts": 4, "shares_of_types": shares, **agree, "agree": 0.8},
         },
-    }  # fmt: skip
+    }
     record.write(tmp_path / "thoughts.json", result)
     for name in ("thoughts", "thresholds"):
         table = replace(pages.TABLES[name], shipped=tmp_path / "thoughts.json")
@@ -268,13 +312,17 @@ def test_values_across_have_columns_of_their_own() -> None:
     """In the order in which they come; the last columns stand behind them, and what is not there is a dash."""
     rows = [{"n": n, "at": at, "x": n * 10 + at, "sum": 7} for n, at in ((1, 2), (2, 2), (2, 5))]
     table = Table(
-        (("n", "n", "{}"),), across="at", cells=(("{}", "x", "{}"), ("twice", lambda m: 2 * m["x"], "{}")),
-        titles={2: "two"}, last=(("sum", "sum", "{}"),),
-    )  # fmt: skip
+        (("n", "n", "{}"),),
+        across="at",
+        cells=(("{}", "x", "{}"), ("twice", lambda m: 2 * m["x"], "{}")),
+        titles={2: "two"},
+        last=(("sum", "sum", "{}"),),
+    )
     assert pages.cells(table, rows) == [
-        ("n", "two", "twice", "5", "twice", "sum"), ("1", "12", "24", "–", "–", "7"),
+        ("n", "two", "twice", "5", "twice", "sum"),
+        ("1", "12", "24", "–", "–", "7"),
         ("2", "22", "44", "25", "50", "7"),
-    ]  # fmt: skip
+    ]
 
 
 def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
