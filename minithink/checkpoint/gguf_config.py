@@ -102,7 +102,7 @@ def generation_fields(model: GGUF) -> dict[str, Any]:
         for id, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
             if kind == CONTROL and token in ENDS:
                 ends.append(id)
-    found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(id for id in ends if id is not None))}
+    found: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(id for id in ends if type(id) is int))}
     for theirs, ours in SAMPLING.items():
         value = model.fields.get(f"general.sampling.{theirs}")
         if value is not None:
@@ -117,7 +117,7 @@ def _refuse_other_files(model: GGUF) -> None:
     if kind not in MODEL_TYPES:
         raise MinithinkError(f"{model.path} holds no model but a {quoted(kind)}: give the model's own file.")
     architecture = model.fields.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise MinithinkError(
             f"{model.path}: the architecture is {quoted(architecture)}; {alternatives(architecture, ARCHITECTURES)} "
             "(dense decoders) in minithink."

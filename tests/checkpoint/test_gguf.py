@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors, trainers
 
 from minithink import generate
+from minithink.checkpoint.gguf_file import GGUF
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, resolve, save_checkpoint, tensors_of
 from minithink.config import ModelConfig
 from minithink.engine import Engine, load
@@ -342,6 +344,20 @@ def test_recommended_sampling_is_read(tmp_path: Path) -> None:
     assert found.ignored == ("repetition_penalty = 1.1",)
 
 
+@pytest.mark.parametrize("value", ["x", [1, 2], 1.5, -1])
+@pytest.mark.parametrize("name", ["tokenizer.ggml.eot_token_id", "general.sampling.temp", "general.sampling.top_k"])
+def test_recommendations_that_make_no_sense_stop_nothing(name: str, value: Any, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        with_tokenizer(published("gpt-2"), "gpt-2")(writer)
+        add_fields(writer, {name: value} if value != -1 else {name: float(value)})
+
+    path = tmp_path / "x.gguf"
+    write_gguf(path, "qwen2", add=change, num_hidden_layers=1, vocab_size=published("gpt-2").get_vocab_size())
+    engine = load(path, device="cpu")
+    assert engine.generation_config.stop_ids
+    assert engine.generation_config.temperature >= 0
+
+
 def test_the_hash_is_of_the_file(whole: Path, tmp_path: Path) -> None:
     copy = tmp_path / "other.GGUF"
     copy.write_bytes(whole.read_bytes())
@@ -387,6 +403,7 @@ def test_fields_that_change_the_computation_are_refused(fields: Any, said: str, 
     ("name", "value", "said"),
     [
         ("general.architecture", "gemma3", "the architecture is 'gemma3'; there are llama, qwen2, qwen3"),
+        ("general.architecture", [1, 2], "the architecture is [1, 2]; there are llama"),
         ("general.type", "adapter", "holds no model but a 'adapter'"),
         ("llama.block_count", None, "llama.block_count is missing"),
         ("llama.block_count", "x", "llama.block_count is 'x', not a whole number"),
@@ -479,6 +496,45 @@ def test_truncated_files(data: st.DataObject, whole: Path, tmp_path: Path) -> No
     refused(path, "cut.gguf")
 
 
+MORE_FIELDS = [
+    "general.alignment", "general.sampling.temp", "general.sampling.top_k", "split.no", "split.count",
+    "tokenizer.ggml.eot_token_id", "tokenizer.ggml.add_bos_token", "llama.attention.sliding_window",
+    "llama.rope.scale_linear", "llama.rope.scaling.type", "llama.rope.scaling.factor",
+]  # fmt: skip
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 2**63, 2.5, -0.0, 1e300, float("nan"), float("inf"), "", "none", "yarn", "linear",
+    "x" * 5000, "\x1b[31m\u202e", [], [1], [1, 2], ["a"], ["a", "a"], [float("nan")], ["x" * 999] * 9,
+]  # fmt: skip
+
+
+@given(data=st.data())
+def test_fields_of_any_value_load_or_are_refused_in_one_sentence(data: st.DataObject, whole: Path) -> None:
+    """What a header may hold, however wrong it is."""
+    original = GGUF.read(whole)
+    fields = dict(original.fields)
+    for _ in range(data.draw(st.integers(1, 2))):
+        fields[data.draw(st.sampled_from([*original.fields, *MORE_FIELDS]))] = data.draw(st.sampled_from(VALUES))
+    changed = replace(original, fields={name: value for name, value in fields.items() if value is not None})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUF, "read", lambda path: changed)
+        loads_or_is_refused(whole)
+
+
+def loads_or_is_refused(path: Path) -> None:
+    sentences: list[str] = []
+    try:
+        engine: Engine = load(path, device="cpu")
+        engine.generate([[1, 2]], max_new_tokens=1)
+        sentences += engine.cautions
+        sentences.append(engine.generation_config.caution)
+    except MinithinkError as error:
+        sentences.append(str(error))
+    for sentence in filter(None, sentences):
+        shown = sentence.replace(str(path.parent), "")
+        assert 0 < len(shown) <= 400, shown
+        assert shown.isprintable(), shown
+
+
 @given(seed=st.integers(0, 2**32))
 def test_damaged_files_load_or_are_refused_in_one_sentence(seed: int, whole: Path, tmp_path: Path) -> None:
     chance = Random(seed)
@@ -490,15 +546,4 @@ def test_damaged_files_load_or_are_refused_in_one_sentence(seed: int, whole: Pat
         content[place] = chance.choice([0, 1, 2, 8, 9, 127, 255, content[place] ^ 1, chance.randrange(256)])
     path = tmp_path / "damaged.gguf"
     path.write_bytes(content)
-    sentences: list[str] = []
-    try:
-        engine: Engine = load(path, device="cpu")
-        engine.generate([[1, 2]], max_new_tokens=1)
-        sentences += engine.cautions
-        sentences.append(engine.generation_config.caution)
-    except MinithinkError as error:
-        sentences.append(str(error))
-    for sentence in filter(None, sentences):
-        shown = sentence.replace(str(tmp_path), "")
-        assert 0 < len(shown) <= 400, shown
-        assert shown.isprintable(), shown
+    loads_or_is_refused(path)
