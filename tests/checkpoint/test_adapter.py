@@ -66,7 +66,8 @@ def gauss(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 def peft_model(config: ModelConfig, dtype: torch.dtype, kind: dict[str, Any], draw: Callable[..., Tensor]) -> Any:
     """A random model with a random adapter, as PEFT has them. draw: makes the numbers."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     generator = torch.Generator().manual_seed(1)
     model = transformers_model(config)
     for parameter in model.parameters():
@@ -97,8 +98,9 @@ def both_merges(
     tmp_path: Path, config: ModelConfig, dtype: torch.dtype, kind: dict[str, Any], draw: Callable[..., Tensor]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Names of all weights; our merge; PEFT's, which reads the same files."""
-    peft = pytest.importorskip("peft")
-    transformers = pytest.importorskip("transformers")
+    import peft
+    import transformers
+
     base, adapter = written_by_peft(peft_model(config, dtype, kind, draw), tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
     want = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
@@ -147,7 +149,8 @@ def test_in_bfloat16_few_weights_differ_by_one_step(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_are_those_of_peft(architecture: str, tmp_path: Path) -> None:
     """With the factors apart in PEFT's model, and merged in ours."""
-    peft = pytest.importorskip("peft")
+    import peft
+
     config = example_config(architecture)
     generator = torch.Generator().manual_seed(2)
     model = peft.get_peft_model(transformers_model(config), peft.LoraConfig(**KINDS["tokens"]))
@@ -222,6 +225,14 @@ def test_single_numbers_in_plain_python() -> None:
         total = total + b[0, i].item() * a[i, 0].item()
     want = torch.tensor(weight.item() + 0.3 * total, dtype=torch.float64).float()
     assert added(weight, a, b, 0.3).item() == want.item()
+
+
+def test_sums_have_the_order_of_the_rank() -> None:
+    """2¹⁰⁰ − 2¹⁰⁰ + 1 is 1, and 1 − 2¹⁰⁰ + 2¹⁰⁰ is 0 in float64."""
+    a = torch.tensor([[2.0**50], [2.0**50], [1.0]])
+    b = torch.tensor([[2.0**50, -(2.0**50), 1.0]])
+    assert added(torch.zeros(1, 1), a, b, 1.0).item() == 1
+    assert added(torch.zeros(1, 1), a.flip(0), b.flip(1), 1.0).item() == 0
 
 
 def numbers(shape: torch.Size, draw: random.Random) -> Tensor:
