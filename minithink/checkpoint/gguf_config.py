@@ -43,8 +43,13 @@ HARMLESS = frozenset({"vocab_size", "rope.scaling.finetuned"})
 ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<｜end▁of▁sentence｜>")
 CONTROL = 3  # the type of a token that is no text
 # What files since the end of 2025 recommend for generation, and what generation_config.json calls it.
-SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
-            "penalty_repeat": "repetition_penalty"}  # fmt: skip
+SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def config_fields(model: GGUF) -> dict[str, Any]:
