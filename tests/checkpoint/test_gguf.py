@@ -60,11 +60,15 @@ ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64},
-}  # fmt: skip
+}
 ONE_FIELD = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)  # the beginning of a file without tensors
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, *range(40), *range(39, -1, -1)]
 
@@ -286,8 +290,10 @@ def test_bos_and_eos_are_put_around_a_text_if_the_file_says_so(tmp_path: Path) -
     fields = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
     tokenizer = Tokenizer.from_folder(written(tmp_path / "x.gguf", **fields))
     assert tokenizer.encode("a", add_special_tokens=True) == [
-        tokenizer.bos_id, *tokenizer.encode("a"), tokenizer.eos_id
-    ]  # fmt: skip
+        tokenizer.bos_id,
+        *tokenizer.encode("a"),
+        tokenizer.eos_id,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -336,8 +342,12 @@ def test_tokens_that_end_a_text(whole: Path) -> None:
 
 
 def test_recommended_sampling_is_read(tmp_path: Path) -> None:
-    fields = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95,
-              "general.sampling.penalty_repeat": 1.1}  # fmt: skip
+    fields = {
+        "general.sampling.temp": 0.6,
+        "general.sampling.top_k": 20,
+        "general.sampling.top_p": 0.95,
+        "general.sampling.penalty_repeat": 1.1,
+    }
     path = written(tmp_path / "x.gguf", **fields)
     found = GenerationConfig.from_folder(path, ModelConfig.from_folder(path), Tokenizer.from_folder(path))
     assert (found.temperature, found.top_k, found.top_p) == (0.6, 20, 0.95)
@@ -464,7 +474,7 @@ def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pyte
         (ONE_FIELD + struct.pack("<Q1sI", 1, b"\xff", 0) + bytes(99), "no UTF-8"),
         (b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sI", 1, b"a", 2**31) + bytes(99), "dimensions"),
     ],
-)  # fmt: skip
+)
 def test_hostile_headers_are_refused_at_once(content: bytes, said: str, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(content)

@@ -106,8 +106,11 @@ def test_ids_equal_those_of_tokenizers(folder: Path, truth: GGUFReader) -> None:
     level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
     theirs.decoder = decoders.ByteLevel()
-    special = [token for token, kind in zip(tokens, truth.fields["tokenizer.ggml.token_type"].contents(), strict=True)
-               if kind == 3]  # fmt: skip
+    special = [
+        token
+        for token, kind in zip(tokens, truth.fields["tokenizer.ggml.token_type"].contents(), strict=True)
+        if kind == 3
+    ]
     theirs.add_special_tokens(special)
     ours = Tokenizer.from_folder(folder)
     texts = [*strings(), PROMPT, "".join(special)]
