@@ -110,9 +110,12 @@ def rank(score: Tensor, places: Sequence[int]) -> Tensor:
 
     score: [Hkv, n], n ≥ 2, not NaN; places: columns → float64 [Hkv].
     """
-    own = score[:, list(places)]
-    lower, equal = (f(score[:, None], own[..., None]).sum(-1).double() for f in (torch.lt, torch.eq))
-    return ((lower + (equal - 1) / 2) / (score.shape[1] - 1)).amax(1)
+    own = score[:, list(places), None]  # [Hkv, places, 1]
+    every = score[:, None]  # [Hkv, 1, n]
+    lower = (every < own).sum(-1).double()
+    equal = (every == own).sum(-1).double()
+    others = score.shape[1] - 1
+    return ((lower + (equal - 1) / 2) / others).amax(1)
 
 
 def of_pairs(

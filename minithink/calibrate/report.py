@@ -76,7 +76,10 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
 
 def share_by_rows(modes: Sequence[Mapping[str, Sequence[int]]], number: int) -> dict[str, list[float]]:
     """The share of prompts with `number` modes: averaged rows → by layer. modes: those of each prompt, likewise."""
-    return {n: [fmean(of[n][i] == number for of in modes) for i in range(len(row))] for n, row in modes[0].items()}
+    shares = {}
+    for n, row in modes[0].items():
+        shares[n] = [fmean(of[n][i] == number for of in modes) for i in range(len(row))]
+    return shares
 
 
 def eviction(

@@ -151,8 +151,10 @@ def _step(run: Training, batch: Sequence[Trace], target: str, micro: int, device
         loaded = [trace.load(target) for trace in batch[at : at + micro]]
         hidden = torch.cat([h for h, _ in loaded]).to(device)
         truth = torch.cat([t for _, t in loaded]).to(device)
-        share = torch.cat([torch.full((len(t),), 1 / len(t)) for _, t in loaded]).to(device) / len(batch)
-        loss = (share * (predict(hidden, run.weights) - truth).square()).sum()
+        share = torch.cat([torch.full((len(t),), 1 / len(t)) for _, t in loaded])  # of each token in its text
+        share = share.to(device) / len(batch)
+        error = predict(hidden, run.weights) - truth
+        loss = (share * error.square()).sum()
         loss.backward()
         total += float(loss.detach())
     torch.nn.utils.clip_grad_norm_(run.weights, CLIP)
