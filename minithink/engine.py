@@ -311,7 +311,7 @@ class Engine:
         texts: Prompt | Sequence[Prompt],
         policy: str | Policy | None = None,
         budget: int | float | None = None,
-        prompt_tokens: int = PROMPT_TOKENS,
+        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         **options: Any,
     ) -> list[Loss]:
         """Read texts under a policy, and keep the loss of every token after the prompt; all as in `reading`.
@@ -333,7 +333,7 @@ class Engine:
         texts: Prompt | Sequence[Prompt],
         policy: str | Policy | None = None,
         budget: int | float | None = None,
-        prompt_tokens: int = PROMPT_TOKENS,
+        prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         *,
         schedule: str | None = None,
         batch_size: int | None = None,
@@ -350,7 +350,7 @@ class Engine:
             texts: a text, several texts, or several lists of token ids. There is no chat template.
             policy: as in `stream`; None: everything stays.
             budget: tokens that the policy may keep, or below 1 a share of each text's length, the prompt included.
-            prompt_tokens: the first tokens of every text are its prompt.
+            prompt_tokens: the first tokens of every text are its prompt; or a number for each text.
             schedule, batch_size, fixed, cache: as in `stream`.
 
         Raises:
@@ -358,19 +358,20 @@ class Engine:
                 than the context.
             MinithinkError: the keys and values would not fit into the memory.
         """
-        _check_counts(prompt_tokens=prompt_tokens, batch_size=batch_size)
         _check_cache(cache)
         ids = [self.text_ids(text, f"Text {index}") for index, text in enumerate(_as_list(texts))]
-        for index, text in enumerate(ids):
-            check_text(f"Text {index}", len(text), prompt_tokens, self.config.max_position)
+        prompts = [prompt_tokens] * len(ids) if isinstance(prompt_tokens, int) else list(prompt_tokens)
+        for index, (text, prompt) in enumerate(zip(ids, prompts, strict=True)):
+            _check_counts(prompt_tokens=prompt, batch_size=batch_size)
+            check_text(f"Text {index}", len(text), prompt, self.config.max_position)
         own: list[int | None] = [share_of(budget, len(text)) for text in ids]
         most = budget if not isinstance(budget, float) else max(n for n in own if n is not None)
         chosen = self._for_cache(self._policy(policy, most, schedule), cache)
-        sequences = _texts_apart(ids, prompt_tokens, own)
+        sequences = _texts_apart(ids, prompts, own)
         if chosen is not None:
             refuse_recorded(chosen)
             for s in sequences:
-                check_budget(chosen, prompt_tokens, s.budget)
+                check_budget(chosen, len(s.prompt), s.budget)
         plain = self._is_plain(cache, sequences, batch_size, chosen, fixed)
         return Stream(
             self.loaded,
@@ -661,7 +662,7 @@ def share_of(budget: int | float | None, length: int) -> int | None:
     return max(1, round(budget * length))
 
 
-def _texts_apart(texts: Sequence[list[int]], prompt_tokens: int, budgets: Sequence[int | None]) -> list[Track]:
+def _texts_apart(texts: Sequence[list[int]], prompts: Sequence[int], budgets: Sequence[int | None]) -> list[Track]:
     """A sequence for each text: the prompt, and the tokens behind it."""
     sequences = []
     for index, text in enumerate(texts):
@@ -669,11 +670,11 @@ def _texts_apart(texts: Sequence[list[int]], prompt_tokens: int, budgets: Sequen
             number=index,
             prompt_index=index,
             sample=0,
-            prompt=text[:prompt_tokens],
-            limit=len(text) - prompt_tokens,
+            prompt=text[: prompts[index]],
+            limit=len(text) - prompts[index],
             limit_reason="length",
             budget=budgets[index],
-            text=text[prompt_tokens:],
+            text=text[prompts[index] :],
         )
         sequences.append(track)
     return sequences

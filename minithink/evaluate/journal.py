@@ -115,7 +115,9 @@ class Record:
     needed_unknown: float | None = None  # share of all needs whose content occurs nowhere in the text
     parsed: float | None = None  # share of the lines that a rule of the family reads
     counts: dict[str, int] | None = None  # what the policy counts, by name; None: it counts nothing
-    losses: list[float] | None = None  # of a text that was given: −log p in nats of every token after the prompt
+    losses: list[float] | None = (
+        None  # of a text that was given: −log p in nats of its last tokens, all behind the prompt or the thinking
+    )
 
     def __post_init__(self) -> None:
         for name, kinds in _KINDS.items():

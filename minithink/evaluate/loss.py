@@ -28,7 +28,7 @@ from minithink.evaluate.meter import Held, Seconds, meter
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
 from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
 from minithink.evaluate.summary import FULL
-from minithink.evaluate.texts import STDLIB, Text, read_texts, text_ids
+from minithink.evaluate.texts import STDLIB, Text, given_answers, given_texts, read_answers, read_texts
 from minithink.kv.sizes import check_budget
 from minithink.policies import split
 from minithink.results import origin
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,…",
         help="for the policies that take one and do not name it: tokens that a KV head holds (256,512), or shares of "
         "each text's length, its prompt included (0.25,0.5)",
+    )
+    add(
+        "--answers",
+        action="store_true",
+        help="of the tokens behind the thinking alone: WHERE is the folder of an evaluation with --keep-text, or a "
+        ".jsonl file with prompt, thinking and answer; texts are read whole, and prompts are as in a chat",
     )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add(
@@ -126,7 +132,10 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
         command: the command line, for the record.
     """
     cells = cells_of(args)
-    texts = read_texts(args.texts, length=args.length, limit=args.limit, seed=args.seed)
+    if args.answers:
+        texts = read_answers(args.texts, args.limit)
+    else:
+        texts = read_texts(args.texts, length=args.length, limit=args.limit, seed=args.seed)
     engine = load(
         args.model,
         adapter=args.adapter,
@@ -135,7 +144,7 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
         backend=args.backend,
         calibration=args.calibration,
     )
-    if args.length > engine.config.max_position:
+    if args.length > engine.config.max_position and not args.answers:
         raise UsageError(
             f"--length is {args.length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
             "at most as many."
@@ -221,8 +230,10 @@ class Reading:
         assert engine.loaded.home is not None
         self.engine = engine
         self.texts = texts
-        self.prompt_tokens = args.prompt_tokens
-        self.ids = text_ids(engine, texts, prompt_tokens=args.prompt_tokens, length=args.length)
+        if args.answers:
+            self.given = given_answers(engine, texts)
+        else:
+            self.given = given_texts(engine, texts, prompt_tokens=args.prompt_tokens, length=args.length)
         most = GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH
         self.batch_size = args.batch_size or min(most, len(texts))
         self.has_said_why = False
@@ -232,8 +243,9 @@ class Reading:
             "checkpoint": engine.loaded.home.checkpoint,
             "dataset": args.texts if args.texts == STDLIB else Path(args.texts).name,
             "texts": {text.name: text.digits for text in texts},
-            "prompt_tokens": args.prompt_tokens,
-            "length": args.length,
+            "answers": args.answers,
+            "prompt_tokens": None if args.answers else args.prompt_tokens,
+            "length": max(len(one.ids) for one in self.given) if args.answers else args.length,
             "policies": list(dict.fromkeys(cell.policy for cell in cells)),
             "budgets": list(args.budgets),
             "schedule": args.schedule,
@@ -252,14 +264,14 @@ class Reading:
 
     def budgets(self, cell: Cell) -> list[int | None]:
         """Tokens that the policy may keep of each text, if its budget is a share."""
-        return [share_of(cell.budget, len(ids)) for ids in self.ids]
+        return [share_of(cell.budget, len(one.ids)) for one in self.given]
 
     def check(self, cells: Sequence[Cell]) -> None:
         """UsageError: a budget is too small for its policy and a text."""
         for cell in cells:
-            for text, tokens in zip(self.texts, self.budgets(cell), strict=True):
+            for text, one, tokens in zip(self.texts, self.given, self.budgets(cell), strict=True):
                 try:
-                    check_budget(cell.make() if tokens is None else cell.make(tokens), self.prompt_tokens)
+                    check_budget(cell.make() if tokens is None else cell.make(tokens), one.prompt_tokens)
                 except UsageError as error:
                     if tokens is None:
                         raise
@@ -299,9 +311,9 @@ class Reading:
         policy = cell.make(max(shares)) if shares else cell.make()
         # The full cache is read from pages where kernels do that, and else from a plain buffer, as without a policy.
         stream = self.engine.reading(
-            self.ids,
+            [one.ids for one in self.given],
             None if cell.policy == FULL else policy,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=[one.prompt_tokens for one in self.given],
             batch_size=self.batch_size,
             fixed=True,
         )
@@ -312,6 +324,7 @@ class Reading:
         return stream
 
     def _record(self, s: Track, key: Key, held: Held, seconds: float) -> Record:
+        before = self.given[s.number].first - len(s.prompt)  # tokens whose loss does not count
         return Record(
             policy=key.policy,
             budget=key.budget,
@@ -323,7 +336,7 @@ class Reading:
             finish_reason=s.finish_reason,
             prompt_tokens=len(s.prompt),
             generated_tokens=len(s.tokens),
-            thinking_tokens=0,
+            thinking_tokens=before,
             kv_bytes_peak=held.bytes_peak,
             kv_bytes_mean=held.bytes_mean,
             tokens_peak=held.tokens_peak,
@@ -334,7 +347,7 @@ class Reading:
             text_sha=self.texts[s.number].digits,
             budget_tokens=s.budget,
             counts=s.counts or None,
-            losses=[float(f"{loss:.9g}") for loss in s.losses],  # nine digits are enough for each float32
+            losses=[float(f"{loss:.9g}") for loss in s.losses[before:]],  # nine digits are enough for each float32
         )
 
 

@@ -132,6 +132,11 @@ def losses_of(record: Record) -> list[float]:
     return record.losses or []
 
 
+def first_of(record: Record) -> int:
+    """The position of the first token whose loss is there: behind the prompt, or the thinking (`--answers`)."""
+    return record.prompt_tokens + record.generated_tokens - len(losses_of(record))
+
+
 def distance(record: Record, position: int) -> int | None:
     """How far a token is behind the budget: 0 for the first one that is foretold when a token had to go. None: it is
     not behind it, or there is no budget."""
@@ -159,7 +164,7 @@ def above(records: Sequence[Record], full: Mapping[str, Record], seed: int, wher
         mine = []
         theirs = []
         pairs = zip(losses_of(record), losses_of(other), strict=True)
-        for position, (loss, reference) in enumerate(pairs, record.prompt_tokens):
+        for position, (loss, reference) in enumerate(pairs, first_of(record)):
             if where(record, position) is not None:
                 mine.append(loss)
                 theirs.append(reference)
@@ -182,7 +187,8 @@ def bands(records: Sequence[Record], full: Mapping[str, Record], seed: int, wher
     """The same for BAND numbers at a time. where: the number of a position."""
     found = set[int]()
     for record in records:
-        for position in range(record.prompt_tokens, record.prompt_tokens + len(losses_of(record))):
+        first = first_of(record)
+        for position in range(first, first + len(losses_of(record))):
             number = where(record, position)
             if number is not None:
                 found.add(number // BAND)

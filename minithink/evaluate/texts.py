@@ -6,14 +6,18 @@ import json
 import random
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minithink.engine import Engine, check_text
 from minithink.errors import UsageError, escaped, quoted, reason
-from minithink.evaluate.journal import text_hash
+from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.grading import NONE
+from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
 from minithink.results.files import read_bytes
+from minithink.text.thinking import CLOSE, count_thinking
 
 STDLIB = "stdlib"
 SOURCES = 20  # files of the standard library, if the caller does not say how many
@@ -27,11 +31,21 @@ class Text:
 
     name: str  # its file's, seen from the folder; of a line in a .jsonl file also the line's number
     content: str
+    question: str | None = None  # in front of it, as a user's message; None: the content is all that there is
 
     @property
     def digits(self) -> str:
-        """A hash of the whole content (`text_hash`)."""
-        return text_hash(self.content)
+        """A hash of all of it (`text_hash`)."""
+        return text_hash(self.content if self.question is None else f"{self.question}\n{self.content}")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tokens of a text, and what is done with them."""
+
+    ids: list[int]
+    prompt_tokens: int  # the first ones, which are read at once
+    first: int  # the position of the first token whose loss counts
 
 
 def read_texts(where: str, *, length: int, limit: int | None = None, seed: int = 0) -> list[Text]:
@@ -64,7 +78,7 @@ def read_texts(where: str, *, length: int, limit: int | None = None, seed: int =
     return [Text(path.name, _content(path))]
 
 
-def text_ids(engine: Engine, texts: Sequence[Text], *, prompt_tokens: int, length: int) -> list[list[int]]:
+def given_texts(engine: Engine, texts: Sequence[Text], *, prompt_tokens: int, length: int) -> list[Given]:
     """The first `length` tokens of each text, or all that it has.
 
     Raises:
@@ -79,8 +93,82 @@ def text_ids(engine: Engine, texts: Sequence[Text], *, prompt_tokens: int, lengt
             ids = engine.text_ids(text.content, name)
         ids = ids[:length]
         check_text(name, len(ids), prompt_tokens, engine.config.max_position)
-        out.append(ids)
+        out.append(Given(ids, prompt_tokens, first=prompt_tokens))
     return out
+
+
+# -- answers
+
+
+def read_answers(where: str, limit: int | None = None) -> list[Text]:
+    """Questions with a thinking text and an answer.
+
+    - the folder of an evaluation with `--keep-text`: what the full cache generated, or else the first policy, and
+      came to an end.
+    - a `.jsonl` file: one object a line, with `prompt`, `thinking` and `answer`.
+
+    Raises:
+        UsageError: there is none, or something else.
+    """
+    if where == STDLIB:
+        raise UsageError(
+            "--answers needs texts with answers: give --texts the folder of an evaluation with --keep-text, or a "
+            ".jsonl file."
+        )
+    path = Path(where)
+    texts = _kept_texts(path) if path.is_dir() else _thinking_lines(path)
+    if not texts:
+        raise UsageError(f"{escaped(path)} holds no text that has an answer behind its thinking: give another.")
+    return texts[:limit]
+
+
+def given_answers(engine: Engine, texts: Sequence[Text]) -> list[Given]:
+    """The tokens of each text, of which those behind the thinking count. UsageError: a text has no such tokens, or is
+    longer than the context."""
+    out = []
+    for text in texts:
+        name = escaped(text.name)
+        prompt = engine.prompt_ids(text.question or "")
+        rest = engine.text_ids(text.content, name)
+        thinking = count_thinking(engine.tokenizer, prompt, rest)
+        if thinking == len(rest):
+            raise UsageError(f"{name} has no answer behind its thinking: leave it out.")
+        check_text(name, len(prompt) + len(rest), len(prompt), engine.config.max_position)
+        out.append(Given([*prompt, *rest], len(prompt), first=len(prompt) + thinking))
+    return out
+
+
+def _kept_texts(folder: Path) -> list[Text]:
+    """Of an evaluation, see `read_answers`."""
+    run = read(folder)
+    policies = {record.policy: None for record in run.records}
+    policy = FULL if FULL in policies else next(iter(policies), FULL)
+    settings = run.settings
+    if settings.get(INSTRUMENT) is not None or not settings.get("dataset"):
+        raise UsageError(f"{escaped(folder)} holds no generated texts: give the folder of an evaluation.")
+    examples = load_dataset(settings["dataset"], settings.get("split"), settings.get("limit"), grader=NONE)
+    questions = {example.id: example.question for example in examples}
+    texts = []
+    for record in run.records:
+        if record.policy != policy or record.finish_reason != "stop" or record.sample:
+            continue
+        if record.text is None or record.id not in questions:
+            raise UsageError(f"{escaped(folder)} does not hold the texts themselves: evaluate with --keep-text.")
+        if CLOSE in record.text and record.text.rpartition(CLOSE)[2].strip():
+            texts.append(Text(record.id, record.text, questions[record.id]))
+    return sorted(texts, key=lambda text: text.name)
+
+
+def _thinking_lines(path: Path) -> list[Text]:
+    """The texts of a .jsonl file with `prompt`, `thinking` and `answer`."""
+    texts = []
+    for where, row in _objects(path):
+        parts = [row.get(name) for name in ("prompt", "thinking", "answer")]
+        if not all(isinstance(part, str) and part.strip() for part in parts):
+            raise UsageError(f"{escaped(where)} lacks a text in prompt, thinking or answer: it is {quoted(row)}.")
+        prompt, thinking, answer = parts
+        texts.append(Text(where, f"{thinking}{CLOSE}{answer}", prompt))
+    return texts
 
 
 def _files(folder: Path) -> list[Path]:
@@ -116,6 +204,16 @@ def _content(path: Path) -> str:
 def _lines(path: Path) -> list[Text]:
     """The texts of a .jsonl file."""
     texts = []
+    for where, row in _objects(path):
+        text = row.get("text")
+        if not isinstance(text, str) or not text.strip():
+            raise UsageError(f"{escaped(where)} has no text in a field named text: it is {quoted(row)}.")
+        texts.append(Text(where, text))
+    return texts
+
+
+def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of a .jsonl file, each with its name. UsageError: one is no object."""
     for number, line in enumerate(_content(path).split("\n"), 1):
         if not line.strip():
             continue
@@ -124,11 +222,9 @@ def _lines(path: Path) -> list[Text]:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{escaped(where)} is not valid JSON: {reason(error)}.") from None
-        text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str) or not text.strip():
-            raise UsageError(f"{escaped(where)} has no text in a field named text: it is {quoted(row)}.")
-        texts.append(Text(where, text))
-    return texts
+        if not isinstance(row, dict):
+            raise UsageError(f"{escaped(where)} is no object: it is {quoted(row)}.")
+        yield where, row
 
 
 def _sources(length: int, count: int, seed: int) -> list[Text]:

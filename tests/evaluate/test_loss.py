@@ -21,9 +21,10 @@ from minithink.errors import NON_FINITE, UsageError
 from minithink.evaluate import loss_plots, texts
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Record, read
-from minithink.evaluate.loss_summary import BAND, distance, summarize
+from minithink.evaluate.loss_summary import BAND, distance, first_of, summarize
 from minithink.evaluate.texts import read_texts
 from minithink.stream import Stream
+from tests.evaluate.run import QUESTIONS
 from tests.evaluate.test_runner import interrupt
 from tests.fixtures_checkpoint import CONTEXT
 from tests.test_loop import Launched
@@ -194,8 +195,8 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_needed(model: Path, monkeypatc
     engine = load(model, device="cpu")
     for content in (WORDS[0] * 500, " " * 4000 + WORDS[0]):
         text = texts.Text("t", "x" + content)
-        [ids] = texts.text_ids(engine, [text], prompt_tokens=1, length=20)
-        assert ids == engine.text_ids(text.content)[:20]
+        [given] = texts.given_texts(engine, [text], prompt_tokens=1, length=20)
+        assert given.ids == engine.text_ids(text.content)[:20]
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,76 @@ def test_folders_and_lines_without_texts(tmp_path: Path) -> None:
             read_texts(str(path), length=9)
     with pytest.raises(UsageError, match=r"source files of .* bytes, and 20 texts are wanted"):
         read_texts("stdlib", length=10**7)
+
+
+# -- answers
+
+
+def test_answers_are_the_tokens_behind_the_thinking(model: Path, tmp_path: Path) -> None:
+    """The loss of these is as with all others; the thinking is read under the policy."""
+    path = tmp_path / "a.jsonl"
+    rows = [
+        {"prompt": "Who sits?", "thinking": WORDS[0] * 2, "answer": "Alpha sits."},
+        {"prompt": "12 34", "thinking": WORDS[1], "answer": " Bravo, left"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(words(model, path, tmp_path / "out", policies="window", answers=True)) == 0
+    engine = load(model, device="cpu")
+    found = recorded(tmp_path / "out")
+    for number, row in enumerate(rows, 1):
+        prompt = engine.prompt_ids(row["prompt"])
+        rest = engine.text_ids(f"{row['thinking']}</think>{row['answer']}")
+        answer = len(engine.text_ids(row["answer"]))
+        for policy, budget in (("full", None), ("window", 0.4)):
+            given = None if policy == "full" else policy
+            [want] = engine.loss([[*prompt, *rest]], given, budget, len(prompt))
+            r = found[policy, budget, f"a.jsonl:{number}", 0]
+            assert r.losses == pytest.approx(want.losses[-answer:], abs=1e-5)
+            assert r.prompt_tokens == len(prompt)
+            assert r.thinking_tokens == len(rest) - answer
+            assert first_of(r) == len(prompt) + len(rest) - answer
+
+
+def test_answers_of_an_evaluation(model: Path, problems: Path, tmp_path: Path) -> None:
+    """Its texts are read with their questions; those that never ended are left out."""
+    output = tmp_path / "evaluated"
+    given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
+    assert main([*given, "--output-dir", str(output), "--keep-text"]) == 0
+    path = output / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows[:3]:
+        row["text"] = "so</think>Alpha"
+        row["finish_reason"] = "stop"
+    for row in rows[3:]:
+        row["finish_reason"] = "length"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(words(model, output, tmp_path / "out", policies="window", budgets="20", answers=True)) == 0
+    found = recorded(tmp_path / "out")
+    assert {key.id for key in found} == {row["id"] for row in rows[:3]}
+    engine = load(model, device="cpu")
+    question = QUESTIONS[int(rows[0]["id"][1:])]
+    assert found["full", None, rows[0]["id"], 0].prompt_tokens == len(engine.prompt_ids(question))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a", "thinking": "b"}', "jsonl:1 lacks a text in prompt, thinking or answer"),
+        ("[]", "jsonl:1 is no object"),
+        ("{", "jsonl:1 is not valid JSON"),
+    ],
+)
+def test_bad_answers_are_one_sentence(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
+) -> None:
+    with pytest.raises(UsageError, match="--answers needs texts with answers"):
+        texts.read_answers("stdlib")
+    path = tmp_path / "a.jsonl"
+    path.write_text(line)
+    assert main(words(model, path, tmp_path / "out", answers=True)) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
 
 
 # -- pictures
