@@ -40,13 +40,49 @@ def _waiting(p_list, count, size, SIZE: tl.constexpr):
     return column, waits, -1 - own, tl.cumsum(waits.to(tl.int32), 0) - 1
 
 
+@triton.jit
+def _with_room(p_taken, p_page_thought, p_page_format, here, none, thought, fmt, per_page):
+    """Which pages of a block of a table have the format, the thought type and room."""
+    m_page = here != none
+    m_room = m_page & (tl.load(p_page_format + here, m_page, other=255) == fmt)
+    m_room &= tl.load(p_page_thought + here, m_page, other=0) == thought
+    m_room &= tl.load(p_taken + here, m_page, other=0) < per_page
+    return m_room
+
+
 @triton.jit(do_not_specialize=["none", "n", "rows"])
 def _find(
-    p_live, p_taken, p_filled, p_page_thought, p_page_format, p_page, p_top, p_place, p_count, p_at, p_active,
-    p_thought, p_formats, p_slots, p_base, p_left, p_asked, p_before,
-    none, most, width, columns, n, rows, heads, size, lanes,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+    p_live,
+    p_taken,
+    p_filled,
+    p_page_thought,
+    p_page_format,
+    p_page,
+    p_top,
+    p_place,
+    p_count,
+    p_at,
+    p_active,
+    p_thought,
+    p_formats,
+    p_slots,
+    p_base,
+    p_left,
+    p_asked,
+    p_before,
+    none,
+    most,
+    width,
+    columns,
+    n,
+    rows,
+    heads,
+    size,
+    lanes,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     i = tl.program_id(0)
     if i == 0:
         tl.store(p_before, tl.load(p_top))
@@ -67,13 +103,12 @@ def _find(
 
     slot = tl.arange(0, SLOTS)
     table_column = tl.arange(0, BLOCK)
-    got, unused, start = total * 0, total * 0, total * 0
+    got = total * 0  # tokens that have a slot by now
+    unused = total * 0  # columns of the table without a page
+    start = total * 0
     while (start < width) & (got < total):
         here = tl.load(p_page + i_unit * width + start + table_column, start + table_column < width, other=none)
-        m_page = here != none
-        m_room = m_page & (tl.load(p_page_format + here, m_page, other=255) == fmt)
-        m_room &= tl.load(p_page_thought + here, m_page, other=0) == thought
-        m_room &= tl.load(p_taken + here, m_page, other=0) < per_page
+        m_room = _with_room(p_taken, p_page_thought, p_page_format, here, none, thought, fmt, per_page)
         unused += tl.sum(((start + table_column < width) & (here == none)).to(tl.int32))
         first = tl.min(tl.where(m_room, table_column, BLOCK))
         while (first < BLOCK) & (got < total):
@@ -88,7 +123,8 @@ def _find(
             tl.store(p_list + column, (number * most + own).to(tl.int32), found)
             tl.store(p_base + index, number * all_of_a_page + own, found)
             used = tl.sum(takes.to(tl.int32))
-            taken, filled = tl.load(p_taken + number), tl.load(p_filled + number).to(tl.int32)
+            taken = tl.load(p_taken + number)
+            filled = tl.load(p_filled + number).to(tl.int32)
             last = tl.max(tl.where(takes, slot + 1, 0))
             # Several threads may hold the same number: all of them read before any writes.
             tl.debug_barrier()
@@ -103,13 +139,58 @@ def _find(
     tl.store(p_asked + i, tl.minimum(tl.cdiv(total - got, per_page), unused))
 
 
+@triton.jit
+def _free_column(p_table, start, width, none, BLOCK: tl.constexpr):
+    """The first column without a page, `width` if there is none, and the start of its block. No column before the
+    block at `start` is free."""
+    table_column = tl.arange(0, BLOCK)
+    free = width + start * 0
+    while free == width:
+        m_column = start + table_column < width
+        here = tl.load(p_table + start + table_column, m_column, other=0)
+        free = tl.min(tl.where(m_column & (here == none), start + table_column, width))
+        start = tl.where(free == width, start + BLOCK, start)
+    return free, start
+
+
 @triton.jit(do_not_specialize=["none", "n", "rows", "units"])
 def _open(
-    p_live, p_taken, p_filled, p_page_thought, p_page_format, p_page, p_stack, p_top, p_place, p_count, p_at,
-    p_active, p_thought, p_formats, p_slots, p_overflow, p_base, p_left, p_asked, p_rank, p_before,
-    none, most, width, columns, n, rows, heads, size, lanes, units,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, UNITS: tl.constexpr,
-):  # fmt: skip
+    p_live,
+    p_taken,
+    p_filled,
+    p_page_thought,
+    p_page_format,
+    p_page,
+    p_stack,
+    p_top,
+    p_place,
+    p_count,
+    p_at,
+    p_active,
+    p_thought,
+    p_formats,
+    p_slots,
+    p_overflow,
+    p_base,
+    p_left,
+    p_asked,
+    p_rank,
+    p_before,
+    none,
+    most,
+    width,
+    columns,
+    n,
+    rows,
+    heads,
+    size,
+    lanes,
+    units,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNITS: tl.constexpr,
+):
     before = tl.load(p_before)  # free pages
     if tl.program_id(0) == 0:
         tl.store(p_top, tl.maximum(before - tl.load(p_rank + units - 1), 0))
@@ -119,7 +200,6 @@ def _open(
     if tl.max(left) == 0:
         return
     slot = tl.arange(0, SLOTS)
-    table_column = tl.arange(0, BLOCK)
     for offset in range(UNITS):
         i = i_first + offset
         total = tl.max(tl.where(i_own == i, left, 0))
@@ -140,12 +220,7 @@ def _open(
                 m_own = waits & (own >= 0) & (own < per_page)
                 if (j < asked) & (drawn + j < before):
                     number = tl.load(p_stack + (before - 1 - drawn - j)).to(tl.int64)
-                    free = width + start * 0  # the next column without a page
-                    while free == width:
-                        m_column = start + table_column < width
-                        here = tl.load(p_table + start + table_column, m_column, other=0)
-                        free = tl.min(tl.where(m_column & (here == none), start + table_column, width))
-                        start = tl.where(free == width, start + BLOCK, start)
+                    free, start = _free_column(p_table, start, width, none, BLOCK)
                     tl.debug_barrier()  # all threads have read the table
                     tl.store(p_table + free, number.to(tl.int32))
                     tl.debug_barrier()  # and see what is written, when they read it again
@@ -164,10 +239,25 @@ def _open(
 
 
 def allocate(
-    live: Tensor, taken: Tensor, filled: Tensor, page_thought: Tensor, page_format: Tensor, page: Tensor,
-    stack: Tensor, top: Tensor, place: Tensor, count: Tensor, at: Tensor, active: Tensor, thought: Tensor,
-    formats: Tensor, slots: Tensor, overflow: Tensor, size: int, lanes: int,
-) -> Tensor:  # fmt: skip
+    live: Tensor,
+    taken: Tensor,
+    filled: Tensor,
+    page_thought: Tensor,
+    page_format: Tensor,
+    page: Tensor,
+    stack: Tensor,
+    top: Tensor,
+    place: Tensor,
+    count: Tensor,
+    at: Tensor,
+    active: Tensor,
+    thought: Tensor,
+    formats: Tensor,
+    slots: Tensor,
+    overflow: Tensor,
+    size: int,
+    lanes: int,
+) -> Tensor:
     """Give a slot to every token of the rows `at` that has none: the last tokens of the lists, with place −1 − index.
 
     The tensors up to `place`, and `overflow`, are changed in place. They and `count` are contiguous. P: number of
@@ -197,25 +287,56 @@ def allocate(
         int64 [Lt, N, Ht, size], for each index the slot of its token in the first lane of the unit, numbered within
         the format: page · lanes · slots + slot. A slot of page P if there is no such token, or no room for it.
     """
-    none, most, (layers, rows, heads), n = stack.numel() - 1, live.shape[1], count.shape, len(at)
+    layers, rows, heads = count.shape
+    n = len(at)
     units = layers * n * heads
     base = torch.empty(layers, n, heads, size, dtype=torch.int64, device=live.device)
     if not units:
         return base
-    left, asked = torch.empty(2, units, dtype=torch.int32, device=live.device).unbind()
-    before = torch.empty_like(top)
-    at, active = at.contiguous(), active.contiguous().view(torch.uint8)
-    pages = live.view(torch.uint8), taken, filled, page_thought, page_format, page
-    lists = place, count, at, active, thought, formats, slots
-    sizes = none, most, page.shape[-1], place.shape[-1], n, rows, heads, size, lanes
-    blocks = power_of_2(most), BLOCK, power_of_2(size)
-    warps = warps_for(blocks[0], blocks[2])
-    _find[(units,)](*pages, top, *lists, base, left, asked, before, *sizes, *blocks, num_warps=warps)
-    rank = asked.cumsum(0, dtype=torch.int32)
+    left = torch.empty(units, dtype=torch.int32, device=live.device)
+    asked = torch.empty(units, dtype=torch.int32, device=live.device)
+    blocks = {"SLOTS": power_of_2(live.shape[1]), "BLOCK": BLOCK, "SIZE": power_of_2(size)}
+    warps = warps_for(blocks["SLOTS"], blocks["SIZE"])
+    shared = {
+        "p_live": live.view(torch.uint8),
+        "p_taken": taken,
+        "p_filled": filled,
+        "p_page_thought": page_thought,
+        "p_page_format": page_format,
+        "p_page": page,
+        "p_top": top,
+        "p_place": place,
+        "p_count": count,
+        "p_at": at.contiguous(),
+        "p_active": active.contiguous().view(torch.uint8),
+        "p_thought": thought,
+        "p_formats": formats,
+        "p_slots": slots,
+        "p_base": base,
+        "p_left": left,
+        "p_asked": asked,
+        "p_before": torch.empty_like(top),
+        "none": stack.numel() - 1,
+        "most": live.shape[1],
+        "width": page.shape[-1],
+        "columns": place.shape[-1],
+        "n": n,
+        "rows": rows,
+        "heads": heads,
+        "size": size,
+        "lanes": lanes,
+        **blocks,
+    }
+    _find[(units,)](**shared, num_warps=warps)
     _open[(triton.cdiv(units, UNITS),)](
-        *pages, stack, top, *lists, overflow.view(torch.uint8), base, left, asked, rank, before, *sizes, units,
-        *blocks, UNITS, num_warps=warps,
-    )  # fmt: skip
+        **shared,
+        p_stack=stack,
+        p_overflow=overflow.view(torch.uint8),
+        p_rank=asked.cumsum(0, dtype=torch.int32),
+        units=units,
+        UNITS=UNITS,
+        num_warps=warps,
+    )
     return base
 
 
@@ -225,17 +346,13 @@ def warps_for(slots: int, size: int) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    pages = {
-        "p_live": "*u8", "p_taken": "*i32", "p_filled": "*i16", "p_page_thought": "*u8", "p_page_format": "*u8",
-        "p_page": "*i32", "p_top": "*i64", "p_place": "*i32", "p_count": "*i32", "p_at": "*i64", "p_active": "*u8",
-        "p_thought": "*u8", "p_formats": "*i64", "p_slots": "*i32", "p_base": "*i64", "p_left": "*i32",
-        "p_asked": "*i32", "p_before": "*i64",
-    }  # fmt: skip
-    names = "none most width columns n rows heads size lanes"
-    shared = pages | dict.fromkeys(names.split(), "i32")
-    opened = {"p_stack": "*i32", "p_overflow": "*u8", "p_rank": "*i32", "units": "i32"}
+    types = dict.fromkeys(("p_live", "p_page_thought", "p_page_format", "p_active", "p_thought", "p_overflow"), "*u8")
+    types |= dict.fromkeys(("p_top", "p_at", "p_formats", "p_base", "p_before"), "*i64")
+    types["p_filled"] = "*i16"
     for slots, size in ((1, 1), (16, 1), (16, 16), (64, 128)):
         blocks = {"SLOTS": slots, "BLOCK": BLOCK, "SIZE": size}
         options = {"num_warps": warps_for(slots, size)}
-        yield Variant(_find, shared, blocks, options)
-        yield Variant(_open, shared | opened, blocks | {"UNITS": UNITS}, options)
+        for kernel, constexprs in ((_find, blocks), (_open, blocks | {"UNITS": UNITS})):
+            names = [name for name in kernel.arg_names if name not in constexprs]
+            signature = {name: types.get(name, "*i32" if name.startswith("p_") else "i32") for name in names}
+            yield Variant(kernel, signature, constexprs, options)

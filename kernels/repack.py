@@ -248,7 +248,8 @@ def repack(
 def variants() -> Iterator[Variant]:
     types = {"p_drop": "*u8", "p_moves": "*u8", "p_at": "*i64"}
     types |= dict.fromkeys(("p_crf", "p_new_crf", "p_factor"), "*fp64")
-    small, large = constants(0.0, 1024, 4), constants(0.6, 1024, 256)
+    small = constants(0.0, 1024, 4)
+    large = constants(0.6, 1024, 256)
     for kernel, constexprs in ((_leave, small), (_leave, large), (_settle, {"ENTRIES": ENTRIES})):
         names = [name for name in kernel.arg_names if name not in constexprs]
         signature = {name: types.get(name, "*i32" if name.startswith("p_") else "i32") for name in names}
