@@ -3,6 +3,11 @@
 Nothing is estimated. `total` is the sum of the sizes of all tensors of the store, the manager and the policy.
 `reserve` is the part that no token, running sequence or policy needs now. Of one sequence, it is the free slots of
 its pages, which no other sequence can take: used pages are 1.05 to 1.28 × as large as the payload in them.
+
+The two managers agree on a sequence's payload. They differ in its observations when it runs in a batch. In pages
+these are tensors with a row for each sequence, as wide as the longest lane of the batch, and every sequence has an
+equal share of them; so the number depends on the sequences beside it. The plain manager keeps each sequence's
+observations by themselves, and counts these.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ class Ledger:
     tables: int = 0  # page tables, slot masks, lists of tokens with their positions, of what is held
     buffers: int = 0  # full-precision buffers of running sequences
     state: int = 0  # of the policy
-    observations: int = 0  # what the manager keeps for a policy to see
+    observations: int = 0  # what the manager keeps for a policy to see; of one sequence in pages: an equal share
     reserve: int = 0  # free pages, free slots (of used pages, too), unused rows, lists of free pages
 
     @property
