@@ -64,7 +64,15 @@ class DecodePass:
         if self.store.compaction:
             self.store.compaction.wait(layer)
         raw, k = qk.split_with_sizes(self.parts.heads, dim=1)
-        q = self.backend.append(raw, k, v, self.cos, self.sin, self.writer, layer)
+        q = self.backend.append(
+            raw,
+            k,
+            v,
+            cos=self.cos,
+            sin=self.sin,
+            writer=self.writer,
+            layer=layer,
+        )
         self.observations.keep_queries(layer, q, self.batch.row, self.position)
         return raw, q
 
@@ -87,23 +95,26 @@ class DecodePass:
         reads them in place. raw: [N, Hq, D], the unrotated queries."""
         k, v = self.read(layer)  # [N, Hkv, S, D]
         pos = self.read.pos
-        valid = pos[min(layer, len(pos) - 1)] >= 0  # [N, Ht, S]
+        t = min(layer, len(pos) - 1)
+        valid = pos[t] >= 0  # [N, Ht, S]
         if self.pulled is None and not asked:
             return self.backend.decode_attention(q, k, v, valid)
-        n, query_heads, dim = q.shape
+        n, _, dim = q.shape
         kv_heads = k.shape[1]
-        grouped = q.view(n, kv_heads, -1, dim)
-        logits = grouped @ k.transpose(-1, -2) / dim**0.5  # [N, Hkv, g, S]
+        grouped = q.view(n, kv_heads, -1, dim)  # [N, Hkv, g, D]
+        logits = _scores(grouped, k)  # [N, Hkv, g, S]
         if self.pulled is not None:
             near, cos, sin = self.pulled.of(layer, kv_heads)
-            closer = self.backend.rope(raw.reshape(n * kv_heads, -1, dim), cos, sin).view(grouped.shape)
-            logits = torch.where(near.unsqueeze(2), closer @ k.transpose(-1, -2) / dim**0.5, logits)
+            of_lanes = raw.reshape(n * kv_heads, -1, dim)
+            closer = self.backend.rope(of_lanes, cos, sin).view(grouped.shape)
+            logits = torch.where(near.unsqueeze(2), _scores(closer, k), logits)
         for group, what in asked.items():
-            self._keep_weights(layer, group, what, group_reduce(logits, valid, group))
+            weights = group_reduce(logits, valid, group)
+            self._keep_weights(layer, group, what, weights)
         if self.pulled is None:  # the output must not depend on whether it is observed
             return self.backend.decode_attention(q, k, v, valid)
         p = decode_probabilities(logits, valid)
-        return (p.to(v.dtype) @ v).view(n, query_heads, dim)
+        return (p.to(v.dtype) @ v).view(q.shape)
 
     def _keep_weights(self, layer: int, group: str, what: See, mass: Tensor) -> None:
         at = None if self.batch.whole else self.batch.row
@@ -114,18 +125,23 @@ class DecodePass:
         token that is held."""
         pull = self.policy.pull
         pos = self.read.pos
-        others = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
-        gap = torch.where(others < UNLIMITED, others - pull, 0).long()
-        at = (self.position[None, :, None] - gap).clamp(min=0)
+        next_held = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Lt, N, Ht]
+        gap = torch.where(next_held < UNLIMITED, next_held - pull, 0).long()
+        at = self.position[None, :, None] - gap
+        at = at.clamp(min=0)
         cos, sin = self.parts.rope.at(at.flatten())  # [Lt·N·Ht, 1, D]
-        near = (pos >= 0) & (pos < pull)
-        return Pulled(near, cos.view(*at.shape, -1), sin.view(*at.shape, -1))
+        return Pulled(
+            near=(pos >= 0) & (pos < pull),
+            cos=cos.view(*at.shape, -1),
+            sin=sin.view(*at.shape, -1),
+        )
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
         (−1) the policy may look at the whole step. hidden: [N, d]."""
         if self.view is not None:
-            hidden = checks.steered(self.policy, self.policy.steer(self.view, layer, hidden), hidden)
+            steered = self.policy.steer(self.view, layer, hidden)
+            hidden = checks.steered(self.policy, steered, hidden)
         for _ in self.observations.of(self.due, See.HIDDEN, layer):
             self.observations.keep_hidden(layer, hidden, self.batch.row, self.active)
         if layer == -1 and self.parts.watches:
@@ -145,6 +161,11 @@ class Pulled:
         """The tokens of a layer, bool [N, Ht, S], with cos and sin for every KV head, [N·Hkv, 1, D]."""
         t = min(layer, len(self.near) - 1)
         dim = self.cos.shape[-1]
-        cos = self.cos[t].expand(-1, kv_heads, -1).reshape(-1, 1, dim)
-        sin = self.sin[t].expand(-1, kv_heads, -1).reshape(-1, 1, dim)
-        return self.near[t], cos, sin
+        cos = self.cos[t].expand(-1, kv_heads, -1)
+        sin = self.sin[t].expand(-1, kv_heads, -1)
+        return self.near[t], cos.reshape(-1, 1, dim), sin.reshape(-1, 1, dim)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q·kᵀ/√D. q: [N, Hkv, g, D], k: [N, Hkv, S, D] → [N, Hkv, g, S]."""
+    return q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5

@@ -211,8 +211,10 @@ class Lanes:
         self.width = int(self.count.max())
         self.even = bool((self.count == self.width).all())
         # A stable sort puts the columns of remaining tokens first.
-        order = stays.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., : self.width]
-        filled = torch.arange(self.width, device=drop.device) < self.count[..., None]  # columns with a token
+        order = stays.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        order = order[..., : self.width]
+        column = torch.arange(self.width, device=drop.device)
+        filled = column < self.count[..., None]  # columns with a token
         for per_token in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
             empty = -1 if per_token is self.pos else 0
             moved = per_token.gather(-1, order).where(filled, empty)
@@ -247,7 +249,8 @@ class Lanes:
         # The column of every place; the one behind the last token where no token stands.
         columns = torch.full((*which.shape[:2], n + 1), self.width, device=which.device)
         own = torch.arange(self.width, device=which.device).expand(which.shape)
-        columns.scatter_(-1, torch.where(which, place, n).long(), own)
+        into = torch.where(which, place, n).long()
+        columns.scatter_(-1, into, own)
         columns = columns[..., :n]
         valid = self._in_all_lanes(columns < self.width)
         index = self._in_all_lanes(columns)[..., None].expand(-1, -1, -1, self.shape.head_dim)
@@ -273,7 +276,8 @@ class Lanes:
         self.fmt[..., : self.width].masked_fill_(which, f)
         if pair.by_token:
             number = self.groups + place // pair.k.group
-            self.group[..., : self.width] = torch.where(which, number, self.group[..., : self.width])
+            before = self.group[..., : self.width]
+            self.group[..., : self.width] = torch.where(which, number, before)
             self.groups += -(-n // pair.k.group)
 
     def _round_old_values(self, v: Tensor, columns: Tensor, f: int) -> Tensor:
@@ -327,10 +331,8 @@ class Lanes:
         """The prompt was read: its largest keys and values decide the FP32 scales."""
         for f, pair in enumerate(self.pairs):
             if pair.k.tensor_scaled or pair.v.tensor_scaled:
-                largest_k = self.k.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
-                largest_v = self.v.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
-                self.k_scale[f] = pair.k.tensor_scale(largest_k)
-                self.v_scale[f] = pair.v.tensor_scale(largest_v)
+                self.k_scale[f] = pair.k.tensor_scale(_largest(self.k))
+                self.v_scale[f] = pair.v.tensor_scale(_largest(self.v))
 
     def settle(self) -> None:
         """The policy has acted on the prompt: quantize its remaining tokens.
@@ -395,9 +397,10 @@ class Lanes:
         for f, pair in enumerate(self.pairs):
             mine = old & (fmt == f)
             if not pair.plain and bool(mine.any()):
-                new = rounded(pair.v, self.v[:, :, : self.width], self.v_scale[f])
+                before = self.v[:, :, : self.width]
+                new = rounded(pair.v, before, self.v_scale[f])
                 mine = self._in_all_lanes(mine)[..., None]
-                self.v[:, :, : self.width] = torch.where(mine, new, self.v[:, :, : self.width])
+                self.v[:, :, : self.width] = torch.where(mine, new, before)
 
     # -- bytes
 
@@ -435,12 +438,18 @@ class Lanes:
         return [*numbers, self.pos, self.fmt, self.kind, self.group, self.first_fmt, self.count]
 
 
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute number of each layer: [L, Hkv, S, D] → float32 [L, 1, 1]."""
+    return x.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
+
+
 def pick(x: Tensor, columns: Tensor) -> Tensor:
     """Some columns of every lane. x: [L, Hkv, S, D], columns: int64 [L, Hkv, n] → [L, Hkv, n, D]."""
     layers, heads, width, dim = x.shape
     lane = torch.arange(layers * heads, device=x.device).view(layers, heads, 1)
     rows = lane * width + columns  # of a matrix [L·Hkv·S, D], in which the lanes stand one below the other
-    return x.reshape(-1, dim).index_select(0, rows.flatten()).view(*columns.shape, dim)
+    picked = x.reshape(-1, dim).index_select(0, rows.flatten())
+    return picked.view(*columns.shape, dim)
 
 
 def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:

@@ -31,9 +31,9 @@ class Lists:
             width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
         """
         size = (*shape.tables, (columns or width) + 1)
-        self.place = torch.zeros(size, dtype=torch.int32, device=shape.device)
-        self.pos = torch.full(size, -1, dtype=torch.int32, device=shape.device)
         self.count = torch.zeros(shape.tables, dtype=torch.int32, device=shape.device)
+        self.place = self.count.new_zeros(size)
+        self.pos = self.count.new_full(size, -1)
         self.columns = columns
         # How long the longest list of each row may be, as the host knows it: it does not count evictions.
         self.longest = [0] * shape.rows

@@ -40,7 +40,8 @@ class Observations:
         asked = max((d.queries for d in demands), default=0)
         if shape.tokens:
             asked = min(asked, shape.tokens)  # no sequence has more queries
-        ring = (shape.layers if asked else 0, shape.rows, shape.query_heads, asked, shape.head_dim)
+        layers = shape.layers if asked else 0
+        ring = (layers, shape.rows, shape.query_heads, asked, shape.head_dim)
         self.queries = torch.zeros(ring, dtype=store.dtype, device=shape.device)
 
     @property
@@ -86,14 +87,21 @@ class Observations:
         return weights[key], active
 
     def keep_weights(
-        self, layer: int, group: str, what: See, at: Tensor | None, active: Tensor | None, mass: Tensor
+        self,
+        layer: int,
+        group: str,
+        what: See,
+        at: Tensor | None,
+        active: Tensor | None,
+        mass: Tensor,
     ) -> None:
         """Keep attention weights. mass: [N, heads, S], of one query of each row. at: None: these are all rows."""
+        key = (layer, group)
         for weights in self._kept(what):
             if self.store.lists.columns is not None:
-                self._write(weights, (layer, group), at, active, mass)
+                self._write(weights, key, at, active, mass)
             else:
-                self._replace(weights, (layer, group), at, mass)
+                self._replace(weights, key, at, mass)
 
     def _kept(self, what: See) -> list[Weights]:
         """Where weights are kept: as MASS, as ROWS, or both."""
@@ -105,7 +113,12 @@ class Observations:
         return kept
 
     def _write(
-        self, weights: Weights, key: tuple[int, str], at: Tensor | None, active: Tensor | None, mass: Tensor
+        self,
+        weights: Weights,
+        key: tuple[int, str],
+        at: Tensor | None,
+        active: Tensor | None,
+        mass: Tensor,
     ) -> None:
         """Write weights of a fixed width in place, because graphs know the addresses."""
         if key not in weights:
@@ -124,13 +137,14 @@ class Observations:
         rows = self.store.shape.rows
         if at is None:
             at = torch.arange(rows, device=mass.device)
-        held = mass.new_zeros(rows, *mass.shape[1:]).index_copy_(0, at, mass)
+        held = mass.new_zeros(rows, *mass.shape[1:])
+        held.index_copy_(0, at, mass)
         if self.store.reading and key in weights:
             reading = list(self.store.reading)
             unfinished = weights[key][reading]
             width = max(held.shape[-1], unfinished.shape[-1])
-            held = pad(held, (0, width - held.shape[-1]))
-            held[reading] = pad(unfinished, (0, width - unfinished.shape[-1]))
+            held = _padded(held, width)
+            held[reading] = _padded(unfinished, width)
         weights[key] = held
 
     def _heads(self, group: str) -> int:
@@ -143,12 +157,18 @@ class Observations:
         layer, group = key
         shape = self.store.shape
         size = (shape.rows, self._heads(group), self.width)
-        everywhere = any(d.what & See.MASS and d.group == group and d.layers is None for d in self.demands)
-        if weights is not self.mass or not everywhere:
+        if weights is not self.mass or not self._everywhere(group):
             return torch.zeros(size, device=shape.device)
         if group not in self._layers:
             self._layers[group] = torch.zeros(shape.layers, *size, device=shape.device)
         return self._layers[group][layer]
+
+    def _everywhere(self, group: str) -> bool:
+        """Whether MASS is demanded under this rule at all layers at once."""
+        for demand in self.demands:
+            if demand.what & See.MASS and demand.group == group and demand.layers is None:
+                return True
+        return False
 
     def all_layers(self, group: str) -> Tensor | None:
         """MASS of all layers, if it lies in one tensor: [L, B, heads, S]."""
@@ -157,12 +177,14 @@ class Observations:
     def keep_queries(self, layer: int, q: Tensor, at: Tensor, position: Tensor) -> None:
         """Keep queries in the ring. q: [N, Hq, D]; position: int64 [N]."""
         if self._keeps_queries(layer):
-            self.queries[layer].transpose(1, 2)[at, position % self.queries.shape[3]] = q
+            ring = self.queries[layer].transpose(1, 2)  # [B, size, Hq, D]
+            ring[at, position % ring.shape[1]] = q
 
     def keep_hidden(self, layer: int, hidden: Tensor, at: Tensor, active: Tensor | None) -> None:
         """Keep the residual stream of the newest tokens. hidden: [N, d]."""
         if layer not in self.hidden:
-            self.hidden[layer] = torch.zeros(self.store.shape.rows, hidden.shape[-1], device=hidden.device)
+            size = (self.store.shape.rows, hidden.shape[-1])
+            self.hidden[layer] = torch.zeros(size, device=hidden.device)
         held = self.hidden[layer]
         held[at] = _of_active(hidden.float(), held, at, active)
 
@@ -189,9 +211,9 @@ class Observations:
             return
         size = self.queries.shape[3]
         for row, end, q_i in zip(rows, ends, q, strict=True):
-            kept = range(max(end - len(q_i), end - size), end)
-            index = torch.tensor([p % size for p in kept], device=q_i.device)
-            self.queries[layer, row, :, index] = q_i[-len(kept) :].transpose(0, 1)
+            n = min(len(q_i), size)
+            index = torch.tensor([p % size for p in range(end - n, end)], device=q_i.device)
+            self.queries[layer, row, :, index] = q_i[-n:].transpose(0, 1)
 
     def _keeps_queries(self, layer: int) -> bool:
         return any(d.queries and d.at(layer) for d in self.demands)
@@ -203,8 +225,10 @@ class Observations:
             if self.store.lists.columns is not None:
                 wider = self._fixed(weights, key)
             else:
+                _, group = key
                 shape = self.store.shape
-                wider = torch.zeros(shape.rows, self._heads(key[1]), max(total, prompt), device=shape.device)
+                size = (shape.rows, self._heads(group), max(total, prompt))
+                wider = torch.zeros(size, device=shape.device)
             if held is not None:
                 wider[..., : held.shape[-1]] = held
             weights[key] = wider
@@ -216,4 +240,10 @@ def _of_active(new: Tensor, held: Tensor, at: Tensor, active: Tensor | None) -> 
     """New values of active rows, held values of the other rows. new: [N, …], held: [B, …]."""
     if active is None:
         return new
-    return torch.where(active.view(-1, *[1] * (new.ndim - 1)), new, held[at])
+    by_row = active.view(-1, *[1] * (new.ndim - 1))
+    return torch.where(by_row, new, held[at])
+
+
+def _padded(weights: Tensor, width: int) -> Tensor:
+    """Attention weights with 0 in further columns, up to this width."""
+    return pad(weights, (0, width - weights.shape[-1]))

@@ -129,7 +129,8 @@ class Pages:
 
     def _bytes(self, count: int, size: int) -> Tensor:
         """Zeros for so many pages, or groups: [count, lanes of a unit, bytes]."""
-        return torch.zeros(count, self.shape.sharing, size, dtype=torch.uint8, device=self.shape.device)
+        shape = (count, self.shape.sharing, size)
+        return torch.zeros(shape, dtype=torch.uint8, device=self.shape.device)
 
     def _groups_for(self, pages: int) -> int:
         """A quarter of the tokens that fit into so many pages."""
@@ -204,7 +205,14 @@ class Pages:
     # -- writing
 
     def write(
-        self, f: int, layer: int, rows: Tensor, index: Tensor, k: Tensor, v: Tensor, params: Tensor | None = None
+        self,
+        f: int,
+        layer: int,
+        rows: Tensor,
+        index: Tensor,
+        k: Tensor,
+        v: Tensor,
+        params: Tensor | None = None,
     ) -> None:
         """Write tokens of one layer and format into slots.
 
@@ -216,15 +224,18 @@ class Pages:
         """
         lay = self.layouts[f]
         if lay.plain:
-            both = torch.cat((k, v), dim=-1).to(self.dtype)
-            self.codes[f].index_copy_(0, index.flatten(), both.reshape(-1, both.shape[-1]))
+            numbers = torch.cat((k, v), dim=-1).to(self.dtype)
+            numbers = numbers.reshape(-1, numbers.shape[-1])
+            self.codes[f].index_copy_(0, index.flatten(), numbers)
             return
-        k_scale, v_scale = self.scale[f, :, layer, rows][:, :, None, None]
+        scale = self.scale[f, :, layer, rows]  # [2, N]
+        k_scale, v_scale = scale[:, :, None, None]
         if params is None:
             k, k_params = self.backend.quantize(lay.k, k, k_scale)
             self.sides[f][index, : lay.k_side] = k_params
         v, v_params = self.backend.quantize(lay.v, v, v_scale)
-        self.codes[f][index, : lay.codes] = torch.cat((k, v), dim=-1)
+        codes = torch.cat((k, v), dim=-1)
+        self.codes[f][index, : lay.codes] = codes
         self.sides[f][index, lay.k_side : lay.side] = v_params
 
     def write_tokens(
@@ -259,7 +270,15 @@ class Pages:
             k, params = self._quantize_groups(lay.k, k, valid, scale)
             number = self.group_index(layer, group)
             self.group_params.flatten(0, 1)[number, : lay.shared] = params
-        self.write(f, layer, rows, self.index(f, layer, base), k, v, params)
+        self.write(
+            f,
+            layer,
+            rows,
+            index=self.index(f, layer, base),
+            k=k,
+            v=v,
+            params=params,
+        )
 
     def _quantize_groups(self, fmt: Format, k: Tensor, valid: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize keys by token. k: [N, Hkv, n, D], valid: [N, Ht, n] → codes [N, Hkv, n, …], params [N, Hkv,
@@ -267,11 +286,14 @@ class Pages:
         n = k.shape[2]
         more = -n % fmt.group
         k = torch.nn.functional.pad(k, (0, 0, 0, more))
-        k = k.unflatten(2, (-1, fmt.group))
+        k = k.unflatten(2, (-1, fmt.group))  # [N, Hkv, groups, tokens of a group, D]
         valid = torch.nn.functional.pad(valid, (0, more))
-        valid = valid.unflatten(2, (-1, fmt.group)).expand(*k.shape[:-1])
-        codes, params = self.backend.quantize(fmt, k, scale[:, None, None], valid)
-        return codes.flatten(2, 3)[:, :, :n], params
+        valid = valid.unflatten(2, (-1, fmt.group))
+        valid = valid.expand(k.shape[:-1])
+        scale = scale[:, None, None]
+        codes, params = self.backend.quantize(fmt, k, scale, valid)
+        codes = codes.flatten(2, 3)
+        return codes[:, :, :n], params
 
     def _write_shrunk(self, f: int, to: int, layer: int, base: Tensor, k: Tensor, v: Tensor) -> None:
         """Quantize in format f, shrink the integers to format `to`, write these (PM-KVQ: chained)."""
@@ -284,8 +306,10 @@ class Pages:
         v_codes, v_params = ops.quantize(first.v, v, one)
         v_codes, v_params = ops.shrink(first.v, last.v, v_codes, v_params)
         index = self.index(to, layer, base)
-        self.codes[to][index, : last.codes] = torch.cat((k_codes, v_codes), dim=-1)
-        self.sides[to][index, : last.side] = torch.cat((k_params, v_params), dim=-1)
+        codes = torch.cat((k_codes, v_codes), dim=-1)
+        params = torch.cat((k_params, v_params), dim=-1)
+        self.codes[to][index, : last.codes] = codes
+        self.sides[to][index, : last.side] = params
 
 
 def layouts(storage: Storage, dim: int, dtype: torch.dtype) -> list[Layout]:

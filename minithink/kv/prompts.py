@@ -48,13 +48,15 @@ class PromptPass:
         self.at = torch.tensor(self.rows, device=device)  # int64 [N]
         spans = zip(self.starts, self.ends, strict=True)
         positions = np.concatenate([np.arange(start, end) for start, end in spans])
-        self.cos, self.sin = parts.rope.at(torch.from_numpy(positions).to(device))
+        at = torch.from_numpy(positions).to(device)
+        self.cos, self.sin = parts.rope.at(at)
         # Attention needs a mask if a prompt has earlier chunks.
         self.masked = any(self.starts)
         # The index of each prompt's tokens, [N, longest]; behind a prompt's end it is that of its last token.
         first = np.cumsum([0, *self.counts[:-1]])
         self.last = first + np.array(self.counts) - 1
-        each = np.minimum(first[:, None] + np.arange(max(self.counts)), self.last[:, None])
+        each = first[:, None] + np.arange(max(self.counts))
+        each = np.minimum(each, self.last[:, None])
         self.each = torch.from_numpy(each).to(device)
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
@@ -68,7 +70,8 @@ class PromptPass:
             [n, Hq, D], 0 for padding rows.
         """
         total = sum(self.counts)
-        q, k = self.backend.rope(qk[:total], self.cos, self.sin).split_with_sizes(self.parts.heads, dim=1)
+        rotated = self.backend.rope(qk[:total], self.cos, self.sin)
+        q, k = rotated.split_with_sizes(self.parts.heads, dim=1)
         kv = torch.stack((k, v[:total]), dim=1)  # [n, 2, Hkv, D]
         padded_k, padded_v = kv[self.each].unbind(2)
         self.writer.write(layer, padded_k, padded_v)
@@ -92,8 +95,10 @@ class PromptPass:
             k, v = own.permute(1, 2, 0, 3).unbind()
             return k, v
         # A prompt that is not complete has lost no token, so column t of its list is position t.
-        k, v = Reading(self.store, self.at[i : i + 1])(layer)  # [1, Hkv, S, D]
-        return k[0, :, : self.ends[i]], v[0, :, : self.ends[i]]
+        read = Reading(self.store, self.at[i : i + 1])
+        k, v = read(layer)  # [1, Hkv, S, D]
+        end = self.ends[i]
+        return k[0, :, :end], v[0, :, :end]
 
     def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:
         """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, T, D]."""

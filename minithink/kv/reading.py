@@ -68,7 +68,10 @@ class Reading:
 
     def valid(self, layer: int) -> Tensor | None:
         """Columns that hold a token: bool [N, Ht, S]; None: all columns do."""
-        return None if self._valid is None else self._valid[min(layer, len(self._valid) - 1)]
+        valid = self._valid
+        if valid is None:
+            return None
+        return valid[min(layer, len(valid) - 1)]
 
     @cached_property
     def _valid(self) -> Tensor | None:
@@ -94,8 +97,8 @@ class Reading:
             assert part.column is not None
             read = self._read_ring if part.format == BUFFER else self._read
             part_k, part_v = read(part, layer)
-            column = part.column[t][..., None]
-            into = column.expand(-1, -1, -1, dim).expand(-1, heads, -1, -1)
+            column = part.column[t]  # [N, Ht, n]
+            into = column.expand(-1, heads, -1)[..., None].expand(-1, -1, -1, dim)
             k.scatter_(2, into, part_k)
             v.scatter_(2, into, part_v)
         k = k[:, :, :-1]
@@ -180,7 +183,8 @@ class Reading:
 
     def _ring(self, layer: int) -> Tensor:
         """[N, Hkv, R, 2, D]."""
-        return self.store.ring[layer] if self.rows is None else self.store.ring[layer, self.rows]
+        ring = self.store.ring[layer]
+        return ring if self.rows is None else ring[self.rows]
 
     def _lagging(self, layer: int, v: Tensor) -> Tensor:
         """Replace the values of the last `buffer` + 1 tokens by exact ones: the oldest of them from `outgoing`, if it
@@ -195,7 +199,8 @@ class Reading:
         pushed_out = store.outgoing_at[self.numbers][:, None, None]
         in_ring = recent & (pos > pushed_out)
         is_outgoing = recent & (pos == pushed_out)
-        index = ((pos - sink) % size).long()[..., None].expand(v.shape)
+        index = ((pos - sink) % size).long()
+        index = index[..., None].expand(v.shape)
         of_ring = self._ring(layer)[..., 1, :].gather(2, index)
         v = torch.where(in_ring[..., None], of_ring, v)
         outgoing = store.outgoing[layer, self.numbers][:, :, None]

@@ -325,7 +325,14 @@ class Moves:
         at = chosen.at
         valid = part.where
         thought = torch.full_like(self.store.thought, part.kind)
-        self.slots.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), "shrinking tokens", f, thought)
+        self.slots.require_pages(
+            at,
+            most=valid.shape[-1],
+            count=lambda: valid.sum(-1),
+            purpose="shrinking tokens",
+            f=f,
+            thought=thought,
+        )
         bases = self.slots.allocate_many(at, valid, f, thought)
         stride = self.slots.table.stride
         page = torch.where(valid, chosen.place // stride, pages.zero_page).long()
@@ -372,7 +379,14 @@ class Moves:
         """
         slots = self.slots
         sizes = slots.require_groups(at, valid, purpose, f, thought)
-        slots.require_pages(at, valid.shape[-1], lambda: valid.sum(-1), purpose, f, thought)
+        slots.require_pages(
+            at,
+            most=valid.shape[-1],
+            count=lambda: valid.sum(-1),
+            purpose=purpose,
+            f=f,
+            thought=thought,
+        )
         bases = slots.allocate_many(at, valid, f, thought)
         groups = {g: slots.draw_groups(g, own, bases[g]) for g, own in sizes.items()}
         for layer in range(self.shape.layers):
@@ -380,5 +394,14 @@ class Moves:
             k, v = values(layer)
             for g, base in bases.items():
                 group = groups[g][t] if g in groups else None
-                self.pages.write_tokens(g, layer, at, base[t], k, v, group, through)
+                self.pages.write_tokens(
+                    g,
+                    layer,
+                    at,
+                    base=base[t],
+                    k=k,
+                    v=v,
+                    group=group,
+                    through=through,
+                )
         return slots.places_of(bases)

@@ -85,7 +85,13 @@ class Slots:
     # -- room: the host checks it before anything changes
 
     def require_pages(
-        self, at: Tensor, most: int, count: Callable[[], Tensor], purpose: str, f: int | None, thought: Tensor
+        self,
+        at: Tensor,
+        most: int,
+        count: Callable[[], Tensor],
+        purpose: str,
+        f: int | None,
+        thought: Tensor,
     ) -> None:
         """Check that the pool has pages for new tokens of some rows, and widen the tables if they lack columns.
 
@@ -228,7 +234,12 @@ class Slots:
     # -- groups of keys by token
 
     def require_groups(
-        self, at: Tensor, valid: Tensor, purpose: str, f: int | None, thought: Tensor
+        self,
+        at: Tensor,
+        valid: Tensor,
+        purpose: str,
+        f: int | None,
+        thought: Tensor,
     ) -> dict[int, Tensor]:
         """Check that there are numbers for groups of keys by token, one for each group with a token.
 
@@ -242,21 +253,26 @@ class Slots:
         Raises:
             Exhausted: there are too few; nothing has changed.
         """
-        own = self._formats(f)[thought[at].long()][:, None, None]  # [N, 1, 1]
+        own = self._formats(f)[thought[at].long()]
+        own = own[:, None, None]  # [N, 1, 1]
         sizes = dict[int, Tensor]()
         for g in self._possible(f):
             if self.pages.layouts[g].by_token:
                 sizes[g] = self.group_sizes(g, valid & (own == g))
         if sizes:
-            most = sum(x.numel() for x in sizes.values())
-            wanted = torch.stack([(x > 0).sum() for x in sizes.values()]).sum()
+            most = 0
+            wanted = torch.zeros((), dtype=torch.long, device=at.device)
+            for size in sizes.values():
+                most += size.numel()
+                wanted = wanted + (size > 0).sum()
             self.free_groups.require(most, lambda: wanted, purpose)
         return sizes
 
     def group_sizes(self, f: int, valid: Tensor) -> Tensor:
         """Valid tokens of each group of keys by token. valid: bool [Lt, N, Ht, n] → int32 [Lt, N, Ht, groups]."""
         size = self.pages.layouts[f].k.group
-        padded = torch.nn.functional.pad(valid, (0, -valid.shape[-1] % size))
+        more = -valid.shape[-1] % size
+        padded = torch.nn.functional.pad(valid, (0, more))
         return padded.unflatten(-1, (-1, size)).sum(-1, dtype=torch.int32)
 
     def draw_groups(self, f: int, sizes: Tensor, base: Tensor) -> Tensor:

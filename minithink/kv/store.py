@@ -96,7 +96,14 @@ class PagedStore:
         self.shape = shape
         self.storage = storage
         self.dtype = dtype
-        self.pages = Pages(shape, storage, pages=pages, groups=groups, dtype=dtype, backend=backend)
+        self.pages = Pages(
+            shape,
+            storage,
+            pages=pages,
+            groups=groups,
+            dtype=dtype,
+            backend=backend,
+        )
         checks.storable(storage, by_token=any(lay.by_token for lay in self.pages.layouts))
         self.slots = Slots(self.pages, storage, table_width)
         self.lists = Lists(shape, columns, width)
@@ -152,7 +159,14 @@ class PagedStore:
         valid = valid[None, :, None].expand(lt, len(rows), ht, n)
         plain = 0  # the first format
         purpose = f"appending {sum(counts):,} tokens to {len(rows)} sequences"
-        self.slots.require_pages(at, n, lambda: valid.sum(-1), purpose, plain, self.thought)
+        self.slots.require_pages(
+            at,
+            most=n,
+            count=lambda: valid.sum(-1),
+            purpose=purpose,
+            f=plain,
+            thought=self.thought,
+        )
         self._widen(longest)
         bases = self.slots.allocate_many(at, valid, plain, self.thought)
         self.lists.append(at, valid, self.slots.places_of(bases), first)
@@ -178,7 +192,14 @@ class PagedStore:
             def one_each() -> Tensor:
                 return torch.ones(lt, len(rows), ht, dtype=torch.long, device=at.device)
 
-            self.slots.require_pages(at, 1, one_each, purpose, None, self.thought)
+            self.slots.require_pages(
+                at,
+                most=1,
+                count=one_each,
+                purpose=purpose,
+                f=None,
+                thought=self.thought,
+            )
         self._widen(longest)
 
     def _widen(self, longest: list[int]) -> None:
@@ -199,12 +220,26 @@ class PagedStore:
         at = batch.row
         lists = self.lists
         active = batch.active
-        self.pages.backend.enlist(lists.place, lists.pos, lists.count, at, active, batch.length - 1, batch.waiting)
+        self.pages.backend.enlist(
+            lists.place,
+            lists.pos,
+            lists.count,
+            at,
+            active,
+            batch.length - 1,
+            batch.waiting,
+        )
         if self.storage.lag:
             self._push_out(batch)
         if self.storage.buffer:
             return _RingWriter(self, at, batch.waiting)
-        bases = self.slots.allocate(lists, at, active, self.thought, 1)
+        bases = self.slots.allocate(
+            lists,
+            at,
+            active,
+            thought=self.thought,
+            size=1,
+        )
         return _PageWriter(self, at, bases)
 
     def _push_out(self, batch: Batch) -> None:
@@ -212,9 +247,10 @@ class PagedStore:
         rows write into the place of their own next token, too."""
         at = batch.row
         position = batch.length - 1 - self.storage.buffer
-        new = (self.outgoing_at[at] != position)[:, None, None]
+        new = self.outgoing_at[at] != position
         values = self.ring[:, at, :, batch.waiting, 1].transpose(0, 1)  # [L, N, Hkv, D]
-        self.outgoing[:, at] = torch.where(new, values, self.outgoing[:, at])
+        before = self.outgoing[:, at]
+        self.outgoing[:, at] = torch.where(new[:, None, None], values, before)
         self.outgoing_at[at] = position
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -244,19 +280,39 @@ class PagedStore:
         at = torch.tensor(rows, device=self.shape.device)
         size = self.storage.buffer
         place = self.lists.places()[:, at]  # [Lt, N, Ht, S]
-        waits = (place < 0) & (self.lists.positions()[:, at] >= 0)
+        pos = self.lists.positions()[:, at]
+        waits = (place < 0) & (pos >= 0)
         purpose = f"quantizing the buffers of {len(rows)} sequences"
         if any(self.pages.layouts[f].by_token for f in self.slots.home):
             number = torch.where(waits, -1 - place, size).long()
             valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
             valid = valid.scatter_(-1, number, True)[..., :size]
-            self.slots.require_groups(at, valid, purpose, None, self.thought)
-        self.slots.require_pages(at, size, lambda: waits.sum(-1), purpose, None, self.thought)
+            self.slots.require_groups(
+                at,
+                valid,
+                purpose=purpose,
+                f=None,
+                thought=self.thought,
+            )
+        self.slots.require_pages(
+            at,
+            most=size,
+            count=lambda: waits.sum(-1),
+            purpose=purpose,
+            f=None,
+            thought=self.thought,
+        )
 
     def flush_rings(self, batch: Batch) -> None:
         """Quantize the full ring of every active row, without the host."""
         at = batch.row
-        bases = self.slots.allocate(self.lists, at, batch.active, self.thought, self.storage.buffer)
+        bases = self.slots.allocate(
+            self.lists,
+            at,
+            batch.active,
+            thought=self.thought,
+            size=self.storage.buffer,
+        )
         groups = self.slots.draw_groups_unchecked(bases)
         # The kernel does not support integers that are shrunk.
         flush = by_layer if self.storage.shrink else self.pages.backend.flush
@@ -305,9 +361,11 @@ class PagedStore:
 
     def begin_segments(self, at: Tensor, active: Tensor) -> None:
         """Begin the segments that `open_segment` noted. at: int64 [N], rows, each once; active: bool [N]."""
-        begun = torch.where(active, self.next_thought[at], SAME)
-        self.thought[at] = torch.where(begun != SAME, begun, self.thought[at])
-        self.next_thought[at] = torch.where(active, SAME, self.next_thought[at])
+        noted = self.next_thought[at]
+        running = self.thought[at]
+        begun = torch.where(active, noted, SAME)
+        self.thought[at] = torch.where(begun != SAME, begun, running)
+        self.next_thought[at] = torch.where(active, SAME, noted)
         self.begun[at] = begun
 
     def begin(self, row: int, position: int, thought: int) -> None:
@@ -374,7 +432,13 @@ class PagedStore:
             return Ledger()
         at = torch.tensor(rows, device=self.shape.device)
         payload, scales, tables, buffers = self.bytes_of(at).sum(1).tolist()
-        return Ledger(payload=payload, scales=scales, tables=tables, buffers=buffers, reserve=self.free_in_pages(at))
+        return Ledger(
+            payload=payload,
+            scales=scales,
+            tables=tables,
+            buffers=buffers,
+            reserve=self.free_in_pages(at),
+        )
 
     def free_in_pages(self, rows: Tensor) -> int:
         """Bytes of the free slots in the pages of some rows: of the whole pages, less what their tokens take.
@@ -390,7 +454,9 @@ class PagedStore:
 
     def paged(self, row: int) -> int:
         """Tokens of a row that lie in pages, in all lanes together."""
-        there = (self.lists.positions()[:, row] >= 0) & (self.lists.places()[:, row] >= 0)
+        pos = self.lists.positions()[:, row]
+        place = self.lists.places()[:, row]
+        there = (pos >= 0) & (place >= 0)
         return int(there.sum()) * self.shape.sharing
 
     def bytes_of(self, rows: Tensor | None = None) -> Tensor:
@@ -479,8 +545,9 @@ class _PageWriter(Writer):
         v = v.transpose(1, 2)  # [N, Hkv, n, D]
         for f, base in self.bases.items():
             t = min(layer, len(base) - 1)
-            index = self.store.pages.index(f, layer, base[t])
-            self.store.pages.write(f, layer, self.at, index, k, v)
+            pages = self.store.pages
+            index = pages.index(f, layer, base[t])
+            pages.write(f, layer, self.at, index, k, v)
 
 
 class _RingWriter(Writer):
@@ -492,7 +559,8 @@ class _RingWriter(Writer):
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         # A padding row writes, too: into the place that its own next token will take.
-        self.store.ring[layer, self.at, :, self.index] = torch.stack((k[:, 0], v[:, 0]), dim=2)
+        kv = torch.stack((k[:, 0], v[:, 0]), dim=2)  # [N, Hkv, 2, D]
+        self.store.ring[layer, self.at, :, self.index] = kv
 
 
 class _BufferWriter:
@@ -512,4 +580,13 @@ class _BufferWriter:
         for f, bases in self.bases.items():
             t = min(layer, len(bases) - 1)
             group = self.groups[f][t] if f in self.groups else None
-            store.pages.write_tokens(f, layer, self.at, bases[t], k, v, group, through)
+            store.pages.write_tokens(
+                f,
+                layer,
+                self.at,
+                base=bases[t],
+                k=k,
+                v=v,
+                group=group,
+                through=through,
+            )

@@ -72,8 +72,9 @@ class FreeList:
         """A free number for every true element: bool → int32 of the same shape. False elements get `count`; true ones
         too, if no number is left (which cannot happen after `require`). most: numbers that are drawn at most."""
         rank = want.flatten().cumsum(0).view(want.shape)  # 1 for the first
-        numbers = self.stack[(self.top - rank).clamp(0, self.count)]
-        drawn = torch.where(want & (rank <= self.top), numbers, self.count)
+        at = (self.top - rank).clamp(0, self.count)
+        there = want & (rank <= self.top)
+        drawn = torch.where(there, self.stack[at], self.count)
         self.top -= want.sum()
         self.at_least = max(0, self.at_least - most)
         return drawn
@@ -81,8 +82,9 @@ class FreeList:
     def give(self, numbers: Tensor, which: Tensor) -> None:
         """Put the numbers for which `which` is true back on the stack."""
         rank = which.flatten().cumsum(0).view(which.shape) - 1
-        place = torch.where(which, self.top + rank, self.count)
-        self.stack[place] = torch.where(which, numbers, self.count).to(torch.int32)
+        at = torch.where(which, self.top + rank, self.count)
+        given = torch.where(which, numbers, self.count)
+        self.stack[at] = given.to(torch.int32)
         self.top += which.sum()
 
 
@@ -151,10 +153,10 @@ class BlockTable:
         here = self.page[:, at].long()  # [Lt, N, Ht, width]
         same_format = self.format[here] == fmt[:, None, None]
         same_thought = self.thought[here] == thought[:, None, None]
-        slots = slots[:, None, None]
-        free = (slots - self.taken[here]) * (same_format & same_thought)
+        free = slots[:, None, None] - self.taken[here]
+        free = free * (same_format & same_thought)
         lacking = (count - free.sum(-1)).clamp(min=0)
-        slots = slots[..., 0]
+        slots = slots[:, None]
         return (lacking + slots - 1) // slots
 
     def require(self, at: Tensor, pages: int, missing: Callable[[], Tensor], purpose: str) -> None:
@@ -202,19 +204,22 @@ class BlockTable:
         """
         page = torch.where(which, page, self.free_pages.count).long()
         self.live[page, slot] = False
-        self.taken.scatter_add_(0, page.flatten(), -which.flatten().to(torch.int32))
+        fewer = -which.flatten().to(torch.int32)
+        self.taken.scatter_add_(0, page.flatten(), fewer)
         self.give_back(at)
 
     def give_back(self, at: Tensor | None = None) -> None:
         """Return the pages without a token to the pool. at: int64 [N], the rows; None: all rows."""
         page = self.page if at is None else self.page[:, at]
-        empty = (page != self.free_pages.count) & (self.taken[page.long()] == 0)
+        none = self.free_pages.count
+        empty = (page != none) & (self.taken[page.long()] == 0)
         self.free_pages.give(page, empty)
-        self.format[torch.where(empty, page, self.free_pages.count).long()] = 255
+        freed = torch.where(empty, page, none).long()
+        self.format[freed] = 255
         if at is None:
-            page.masked_fill_(empty, self.free_pages.count)
+            page.masked_fill_(empty, none)
         else:
-            self.page[:, at] = page.masked_fill(empty, self.free_pages.count)
+            self.page[:, at] = page.masked_fill(empty, none)
 
     def entries(
         self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]

@@ -116,12 +116,14 @@ class View(ShownStep):
     @cached_property
     def droppable(self) -> Tensor:
         """Tokens that may be evicted: unprotected ones of active rows. bool [Lt, R, Ht, S]."""
-        first = torch.where(self.active, self.protects, torch.iinfo(torch.int32).max)
+        never = torch.iinfo(torch.int32).max
+        first = torch.where(self.active, self.protects, never)
         return self._pos >= first[:, None, None]
 
     @cached_property
     def _protected(self) -> Tensor:
-        return (self._pos >= 0) & (self._pos < self.protects[None, :, None, None])
+        end = self.protects[None, :, None, None]
+        return (self._pos >= 0) & (self._pos < end)
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:
         return self._read(layer, rows, 0)
@@ -185,7 +187,9 @@ class View(ShownStep):
             return torch.zeros(self.shape.rows, heads, width, device=self.shape.device)
         shown = self._shown(held[..., :width], 0)
         more = width - shown.shape[-1]
-        return torch.nn.functional.pad(shown, (0, more)) if more > 0 else shown
+        if more > 0:
+            shown = torch.nn.functional.pad(shown, (0, more))
+        return shown
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
         ring = self.observations.queries[layer]  # [B, Hq, size, D]
