@@ -6,16 +6,19 @@
     release         the slots of tokens that moved to other slots are free
 
 How a slot is numbered, by an example. A unit has two lanes, the heads of a layer. A page has room for 2 plain tokens
-or for 8 tokens in int4. The unit's table names two pages. A token lies in the same slot of every lane: its key and
-value of head 0 in lane 0, and those of head 1 in lane 1.
+or for 8 tokens in int4. The unit's table names the pages 5 and 2; two tokens wait in the ring. A token lies in the
+same slot of every lane: its key and value of head 0 in lane 0, and those of head 1 in lane 1. A dot is a free slot.
 
     page 5, plain    lane 0  | a b |    page 2, int4    lane 0  | c . e d . . . . |    ring  | f g . . |
                      lane 1  | a b |                    lane 1  | c . e d . . . . |
 
-              page  slot   place              base                  index, in lane 0 and in lane 1
-    token b     5     1    5·8 + 1 = 41       5·(2·2) + 1 = 21      21 and 21 + 2 = 23
-    token d     2     3    2·8 + 3 = 19       2·(2·8) + 3 = 35      35 and 35 + 8 = 43
-    token g   (1 in the ring)   −1 − 1 = −2
+    the unit's list, oldest token first    a   b   c   d   e   f   g
+    their places                          40  41  16  19  18  −1  −2
+
+                             place              base                  index in lane 0, in lane 1
+    b: page 5, slot 1        5·8 + 1 = 41       5·(2·2) + 1 = 21      21, 21 + 2 = 23
+    d: page 2, slot 3        2·8 + 3 = 19       2·(2·8) + 3 = 35      35, 35 + 8 = 43
+    g: number 1 in the ring  −1 − 1 = −2
 
     place   what the lists have, and the only number that needs no format: page · `table.stride` + slot. The stride is
             the number of slots in a page of the smallest format, here 8. A token in the ring has −1 − its number

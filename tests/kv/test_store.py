@@ -680,3 +680,22 @@ def test_a_prompt_costs_memory_for_its_own_row_only(case: str) -> None:
         return seen.elements
 
     assert largest(2) == largest(64)
+
+
+def test_slots_are_numbered_as_the_example_says() -> None:
+    """The example is at the top of `minithink/kv/slots.py`."""
+    shape = Shape(1, 1, 2, 2, 16, 8, "layer", torch.device("cpu"))
+    store = PagedStore(shape, Storage(thoughts=("int4",), block=8), pages=6, dtype=torch.bfloat16)
+    pages = store.pages
+    assert [lay.slots for lay in pages.layouts] == [2, 8]
+    assert store.slots.table.stride == 8
+    page = torch.tensor([[[5]]])
+    slot = torch.tensor([[[1]]])
+    b = pages.base(0, page, slot)
+    d = pages.base(1, page - 3, slot + 2)
+    assert [int(b), int(d)] == [21, 35]
+    assert pages.index(0, 0, b).flatten().tolist() == [21, 23]
+    assert pages.index(1, 0, d).flatten().tolist() == [35, 43]
+    assert int(store.slots.places_of({0: b})) == 41
+    assert int(store.slots.places_of({1: d})) == 19
+    assert store.slots.format_of(torch.tensor([-2])).tolist() == [BUFFER]
