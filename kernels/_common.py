@@ -52,7 +52,8 @@ def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device,
         for launch in launches:
             launch()
         return
-    main, streams = torch.cuda.current_stream(device), _BRANCHES.setdefault(device, [])
+    main = torch.cuda.current_stream(device)
+    streams = _BRANCHES.setdefault(device, [])
     streams += [torch.cuda.Stream(device) for _ in range(len(launches) - 1 - len(streams))]
     branches = streams[: len(launches) - 1]
     for stream in branches:

@@ -63,7 +63,8 @@ def constexprs(fmt: Format, prefix: str = "") -> dict[str, Any]:
     kind = fmt.name
     params = getattr(fmt, "params", "")
     if kind in DTYPES:
-        kind, params = "plain", kind
+        params = kind
+        kind = "plain"
     elif params:
         kind = "int"
     values = {"KIND": kind, "BITS": fmt.bits, "GROUP": fmt.group, "PARAMS": params}
@@ -107,7 +108,8 @@ def two_levels(lead: torch.Size, *tensors: Tensor) -> tuple[int, int, list[Tenso
     """
     splits = [s for s in range(len(lead) + 1) if all(_merges(t, 0, s) and _merges(t, s, len(lead)) for t in tensors)]
     split = splits[0] if splits else max(0, len(lead) - 1)
-    outer, inner = lead[:split].numel(), lead[split:].numel()
+    outer = lead[:split].numel()
+    inner = lead[split:].numel()
     return outer, inner, [t.reshape(outer, inner, *t.shape[len(lead) :]) for t in tensors]
 
 
@@ -238,8 +240,9 @@ def group_step(stored, tensor_scale, KIND: tl.constexpr):
 
 
 @triton.jit
-def encode_group(x, m_valid, tensor_scale, KIND: tl.constexpr, BITS: tl.constexpr, PARAMS: tl.constexpr,
-                 AXIS: tl.constexpr):  # fmt: skip
+def encode_group(
+    x, m_valid, tensor_scale, KIND: tl.constexpr, BITS: tl.constexpr, PARAMS: tl.constexpr, AXIS: tl.constexpr
+):
     """Quantize groups that run along one axis of a tile. Not for "plain".
 
     Args:

@@ -67,11 +67,17 @@ def cache(store: Any) -> Cache:
     shape = store.shape
     group = shape.query_heads // shape.kv_heads
     return Cache(
-        kv_heads=shape.kv_heads, group=group, block_g=max(16, power_of_2(group)), dim=shape.head_dim,
-        tables=shape.tables[2], layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
-        head_lanes=0 if shape.scope == "head" else 1, most=store.slots.table.stride,
-        ring=store.ring.shape[3], dtype=_formats.dtype_name(store.dtype),
-    )  # fmt: skip
+        kv_heads=shape.kv_heads,
+        group=group,
+        block_g=max(16, power_of_2(group)),
+        dim=shape.head_dim,
+        tables=shape.tables[2],
+        layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
+        head_lanes=0 if shape.scope == "head" else 1,
+        most=store.slots.table.stride,
+        ring=store.ring.shape[3],
+        dtype=_formats.dtype_name(store.dtype),
+    )
 
 
 def half(store: Any, f: int, which: str, dtype: torch.dtype) -> Half:
@@ -80,39 +86,83 @@ def half(store: Any, f: int, which: str, dtype: torch.dtype) -> Half:
     Raises:
         ValueError: the parameters of the values are not aligned behind those of the keys.
     """
-    pages, lanes, dim = store.pages, store.shape.sharing, store.shape.head_dim
+    pages = store.pages
     lay = pages.layouts[f]
-    fmt, start = (lay.k, 0) if which == "k" else (lay.v, lay.k_codes)
-    side, side_slot = pages.side.shape[-1], pages.side.shape[-1] // lay.slots
-    side_start, by_token = 0 if which == "k" else lay.k_side, fmt.by == "token"
+    lanes = store.shape.sharing
+    dim = store.shape.head_dim
+    if which == "k":
+        fmt = lay.k
+        start = 0
+        side_start = 0
+    else:
+        fmt = lay.v
+        start = lay.k_codes
+        side_start = lay.k_side
+    side = pages.side.shape[-1]
+    side_slot = side // lay.slots
+    by_token = fmt.by == "token"
     names = _formats.constexprs(fmt)
     fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
     size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
     if fast and names["KIND"] == "int":
         fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
         size = 4 if fast else size  # scale and minimum at once
-    plain = names["KIND"] == "plain"
-    planes = 1 if plain or fmt.bits >= 8 else 4 if fast else 8 // fmt.bits
-    word = fmt.bits // 8 if planes == 1 else planes * fmt.bits // 8  # bytes
+    if names["KIND"] == "plain" or fmt.bits >= 8:
+        planes = 1
+    else:
+        planes = 4 if fast else 8 // fmt.bits
+    word = planes * fmt.bits // 8  # bytes
     count = dim // planes
-    page, slot = pages.pool.shape[-1], pages.pool.shape[-1] // lay.slots
+    page = pages.pool.shape[-1]
+    slot = page // lay.slots
     row = pages.group_params.shape[-1]
     if not by_token and (side_slot % size or side_start % size):
         raise ValueError(f"the parameters of {fmt} are not aligned beside those of {lay.k}: choose other groups")
     of = 4 if fast else size
     return Half(
-        kind=names["KIND"], bits=fmt.bits, group=fmt.group, by_token=by_token, fast=fast, planes=planes,
-        words=count, block=max(16, power_of_2(count)),
-        page=lanes * page // word, lane=page // word, slot=slot // word, start=start // word,
-        side_page=lanes * side // size, side_lane=side // size, side_slot=side_slot // size,
-        side_start=side_start // size, row=lanes * row // of if by_token else 0, row_lane=row // of,
-    )  # fmt: skip
+        kind=names["KIND"],
+        bits=fmt.bits,
+        group=fmt.group,
+        by_token=by_token,
+        fast=fast,
+        planes=planes,
+        words=count,
+        block=max(16, power_of_2(count)),
+        page=lanes * page // word,
+        lane=page // word,
+        slot=slot // word,
+        start=start // word,
+        side_page=lanes * side // size,
+        side_lane=side // size,
+        side_slot=side_slot // size,
+        side_start=side_start // size,
+        row=lanes * row // of if by_token else 0,
+        row_lane=row // of,
+    )
 
 
 def ring_half(c: Cache) -> Half:
     """Keys or values in the ring: D plain numbers for each token, at places that need no constants."""
-    block = max(16, power_of_2(c.dim))
-    return Half("plain", 0, 0, False, False, 1, c.dim, block, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return Half(
+        kind="plain",
+        bits=0,
+        group=0,
+        by_token=False,
+        fast=False,
+        planes=1,
+        words=c.dim,
+        block=max(16, power_of_2(c.dim)),
+        page=0,
+        lane=0,
+        slot=0,
+        start=0,
+        side_page=0,
+        side_lane=0,
+        side_slot=0,
+        side_start=0,
+        row=0,
+        row_lane=0,
+    )
 
 
 def words(store: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
@@ -124,28 +174,58 @@ def words(store: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
     """
     pages = store.pages
     lay = pages.layouts[f]
-
-    def codes(fmt: Any, h: Half) -> Tensor:
-        if h.kind == "plain":
-            return pages.pool.view(_formats.DTYPES[fmt.name])
-        return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
-
-    def params(fmt: Any, h: Half) -> Tensor:
-        dtype = torch.int32 if h.fast and h.kind == "int" else _formats.params_dtype(fmt)
-        return pages.side.view(dtype) if fmt.group else pages.side
-
+    k_codes = _codes(pages, lay.k, k)
+    v_codes = _codes(pages, lay.v, v)
+    v_params = _params(pages, lay.v, v)
     rows = pages.group_params
     if k.by_token:
+        k_params = pages.side  # is not read
         rows = rows.view(torch.int32 if k.fast else _formats.params_dtype(lay.k))
-    return codes(lay.k, k), codes(lay.v, v), pages.side if k.by_token else params(lay.k, k), params(lay.v, v), rows
+    else:
+        k_params = _params(pages, lay.k, k)
+    return k_codes, v_codes, k_params, v_params, rows
+
+
+def _codes(pages: Any, fmt: Any, h: Half) -> Tensor:
+    """The pool as words of a half's codes."""
+    if h.kind == "plain":
+        return pages.pool.view(_formats.DTYPES[fmt.name])
+    return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
+
+
+def _params(pages: Any, fmt: Any, h: Half) -> Tensor:
+    """The parameters beside the codes, as a half counts them; int32 has an integer's scale and minimum at once."""
+    if not fmt.group:
+        return pages.side
+    if h.fast and h.kind == "int":
+        return pages.side.view(torch.int32)
+    return pages.side.view(_formats.params_dtype(fmt))
 
 
 def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
     """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" comes with fast=False."""
     planes = 1 if bits >= 8 else 4 if fast else 8 // bits
-    count, side = dim // planes, dim // 16
-    slot, row = count * 2, dim // (4 if fast else 1)
+    count = dim // planes
+    side = dim // 16
+    slot = count * 2
+    row = dim // (4 if fast else 1)
     return Half(
-        kind, bits, 0 if kind in ("plain", "fp8") else 16, by_token, fast, planes, count, max(16, power_of_2(count)),
-        32 * slot, 16 * slot, slot, 0, 64 * side, 32 * side, 2 * side, 0, 2 * row, row,
-    )  # fmt: skip
+        kind=kind,
+        bits=bits,
+        group=0 if kind in ("plain", "fp8") else 16,
+        by_token=by_token,
+        fast=fast,
+        planes=planes,
+        words=count,
+        block=max(16, power_of_2(count)),
+        page=32 * slot,
+        lane=16 * slot,
+        slot=slot,
+        start=0,
+        side_page=64 * side,
+        side_lane=32 * side,
+        side_slot=2 * side,
+        side_start=0,
+        row=2 * row,
+        row_lane=row,
+    )

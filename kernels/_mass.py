@@ -31,7 +31,8 @@ NUMBERS = ["table_layer", "width", "seen", "rows", "out_row", "out_head"]
 @triton.jit
 def _tokens(p_rows, p_count, table_layer, rows, i_lane, C: tl.constexpr):
     """The number of tokens that the i-th of the N · Hkv lanes holds."""
-    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
+    i_n = i_lane // C.kv_heads
+    i_head = i_lane % C.kv_heads
     return tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_head, C))
 
 
@@ -49,13 +50,30 @@ def _out(p_mass, p_rows, p_active, i_lane, out_row, out_head, heads, C: tl.const
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _mass(
-    p_seen, p_top, p_lse, p_mass, p_rows, p_active, p_count, table_layer, width, seen, rows, out_row, out_head,
-    C: tl.constexpr, RULE: tl.constexpr, SEEN: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK_T: tl.constexpr,
+    p_seen,
+    p_top,
+    p_lse,
+    p_mass,
+    p_rows,
+    p_active,
+    p_count,
+    table_layer,
+    width,
+    seen,
+    rows,
+    out_row,
+    out_head,
+    C: tl.constexpr,
+    RULE: tl.constexpr,
+    SEEN: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Attention of every token: exp2(logit − lse) of each query head, combined by RULE; 0 where there is no token."""
     GROUP: tl.constexpr = C.group
-    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_lane = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
     heads: tl.constexpr = C.group if RULE == "none" else 1
     p_mass, wanted = _out(p_mass, p_rows, p_active, i_lane, out_row, out_head, heads, C, IN_PLACE)
     if not wanted:
@@ -100,16 +118,29 @@ def _largest(p_seen, i_lane, t, count, width, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=NUMBERS)
 def _max_logit(
-    p_seen, p_mass, p_rows, p_active, p_count, table_layer, width, seen, rows, out_row, out_head, C: tl.constexpr,
-    IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_seen,
+    p_mass,
+    p_rows,
+    p_active,
+    p_count,
+    table_layer,
+    width,
+    seen,
+    rows,
+    out_row,
+    out_head,
+    C: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The softmax over tokens of the query heads' largest logits; a program takes a whole lane."""
     i_lane = tl.program_id(0).to(tl.int64)
     p_mass, wanted = _out(p_mass, p_rows, p_active, i_lane, out_row, out_head, 1, C, IN_PLACE)
     if not wanted:
         return
     count = _tokens(p_rows, p_count, table_layer, rows, i_lane, C)
-    top, total = -float("inf"), 0.0
+    top = -float("inf")
+    total = 0.0
     for start in range(0, count, BLOCK):
         x = _largest(p_seen, i_lane, start + tl.arange(0, BLOCK), count, width, C)
         new = tl.maximum(top, tl.max(x, 0))
@@ -123,9 +154,20 @@ def _max_logit(
 
 
 def mass(
-    noted: Tensor, top: Tensor, lse: Tensor, rows: Tensor, count: Tensor, table_layer: int, b: int, c: Cache,
-    group: str, how: str, block: int, seen: int, into: tuple[Tensor, Tensor] | None = None,
-) -> Tensor | None:  # fmt: skip
+    noted: Tensor,
+    top: Tensor,
+    lse: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    table_layer: int,
+    b: int,
+    c: Cache,
+    group: str,
+    how: str,
+    block: int,
+    seen: int,
+    into: tuple[Tensor, Tensor] | None = None,
+) -> Tensor | None:
     """Launch `_mass` or `_max_logit`.
 
     Args:
@@ -150,13 +192,45 @@ def mass(
     n, hq, width = noted.shape
     out = lse.new_empty(n, hq if group == "none" else c.kv_heads, seen) if into is None else into[0]
     active = rows if into is None else into[1].view(torch.uint8)
-    numbers = table_layer, width + 1, seen, b, *out.stride()[:2], c
     if group == "max_logit":
-        _max_logit[(n * c.kv_heads,)](noted, out, rows, active, count, *numbers, into is not None, AT_ONCE)
+        _max_logit[(n * c.kv_heads,)](
+            p_seen=noted,
+            p_mass=out,
+            p_rows=rows,
+            p_active=active,
+            p_count=count,
+            table_layer=table_layer,
+            width=width + 1,
+            seen=seen,
+            rows=b,
+            out_row=out.stride(0),
+            out_head=out.stride(1),
+            C=c,
+            IN_PLACE=into is not None,
+            BLOCK=AT_ONCE,
+        )
     else:
         _mass[n * c.kv_heads, triton.cdiv(seen, BLOCK)](
-            noted, top, lse, out, rows, active, count, *numbers, group, how, into is not None, block, BLOCK
-        )  # fmt: skip
+            p_seen=noted,
+            p_top=top,
+            p_lse=lse,
+            p_mass=out,
+            p_rows=rows,
+            p_active=active,
+            p_count=count,
+            table_layer=table_layer,
+            width=width + 1,
+            seen=seen,
+            rows=b,
+            out_row=out.stride(0),
+            out_head=out.stride(1),
+            C=c,
+            RULE=group,
+            SEEN=how,
+            IN_PLACE=into is not None,
+            BLOCK_T=block,
+            BLOCK=BLOCK,
+        )
     return out if into is None else None
 
 

@@ -28,7 +28,9 @@ PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a 
 SHORT = 1024  # tokens of a short lane, at most
 MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
 # Tokens of a block (a part is whole blocks), warps, stages; tuned on an H200. `shape_of_program` chooses one.
-LARGE, MEDIUM, SMALL = (128, 4, 2), (64, 2, 3), (32, 1, 3)
+LARGE = (128, 4, 2)
+MEDIUM = (64, 2, 3)
+SMALL = (32, 1, 3)
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 # These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
@@ -110,8 +112,23 @@ def _add_parts(acc, top, total, p_parts, p_part_lse, o_part, m, C: tl.constexpr)
 
 
 @triton.jit(do_not_specialize=[*PLAIN_NUMBERS, "in_format"])
-def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, parts, in_format, rows, C: tl.constexpr,
-           FORMATS: tl.constexpr, BLOCK_D: tl.constexpr, FEW: tl.constexpr, MANY: tl.constexpr):  # fmt: skip
+def _merge(
+    p_parts,
+    p_part_lse,
+    p_out,
+    p_lse,
+    p_rows,
+    p_count,
+    table_layer,
+    parts,
+    in_format,
+    rows,
+    C: tl.constexpr,
+    FORMATS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FEW: tl.constexpr,
+    MANY: tl.constexpr,
+):
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the used parts of a query head; 0 for a
     lane without tokens.
 
@@ -120,23 +137,10 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
     The order of the sum depends on the lane's own length, never on the lengths of other lanes.
     """
     i_head = tl.program_id(0).to(tl.int64)
-    i_n, i_query = i_head // (C.kv_heads * C.group), i_head % (C.kv_heads * C.group)
+    i_n = i_head // (C.kv_heads * C.group)
+    i_query = i_head % (C.kv_heads * C.group)
     i_kv = i_query // C.group
-    KINDS: tl.constexpr = FORMATS + 1 if FORMATS > 0 else 1  # formats and ring
-    used = tl.full([], 0, tl.int32)
-    before = ()  # used parts of the kinds before each kind
-    if FORMATS > 0:
-        unit = unit_of_lane(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
-        for kind in tl.static_range(KINDS):  # unrolled, so that no load waits for another
-            _, count = of_format(p_count, unit, kind, True, FORMATS)
-            before = before + (used,)
-            if kind < FORMATS:
-                used += tl.cdiv(count, part_length(count, C))
-            else:
-                used += (count > 0).to(tl.int32)
-    else:
-        count = tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_kv, C))
-        before, used = (used,), tl.cdiv(count, part_length(count, C))
+    used, before = _used_parts(p_rows, p_count, table_layer, i_n, i_kv, rows, C, FORMATS)
     channel = tl.arange(0, BLOCK_D)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
@@ -157,6 +161,29 @@ def _merge(p_parts, p_part_lse, p_out, p_lse, p_rows, p_count, table_layer, part
 
 
 @triton.jit
+def _used_parts(p_rows, p_count, table_layer, i_n, i_kv, rows, C: tl.constexpr, FORMATS: tl.constexpr):
+    """How many parts of a lane are used; and for each kind, a format or the ring, how many those of the kinds before
+    it use."""
+    KINDS: tl.constexpr = FORMATS + 1 if FORMATS > 0 else 1
+    used = tl.full([], 0, tl.int32)
+    before = ()
+    if FORMATS > 0:
+        unit = unit_of_lane(table_layer, i_n, tl.num_programs(0) // (C.kv_heads * C.group), i_kv, C)
+        for kind in tl.static_range(KINDS):  # unrolled, so that no load waits for another
+            _, count = of_format(p_count, unit, kind, True, FORMATS)
+            before = before + (used,)
+            if kind < FORMATS:
+                used += tl.cdiv(count, part_length(count, C))
+            else:
+                used += (count > 0).to(tl.int32)
+    else:
+        count = tl.load(p_count + unit_of_lane(table_layer, tl.load(p_rows + i_n), rows, i_kv, C))
+        before = (used,)
+        used = tl.cdiv(count, part_length(count, C))
+    return used, before
+
+
+@triton.jit
 def _part(i, before, in_format):
     """The index of the i-th used part; before: for each kind the number of used parts of the kinds before."""
     out = i
@@ -166,9 +193,17 @@ def _part(i, before, in_format):
 
 
 def merge(
-    part: Tensor, part_lse: Tensor, rows: Tensor, count: Tensor, table_layer: int, in_format: int, b: int, c: Cache,
-    formats: int, dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    part: Tensor,
+    part_lse: Tensor,
+    rows: Tensor,
+    count: Tensor,
+    table_layer: int,
+    in_format: int,
+    b: int,
+    c: Cache,
+    formats: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """Launch `_merge`.
 
     Args:
@@ -188,12 +223,27 @@ def merge(
         lse: float32 [N, Hq], base 2.
     """
     n, hq, parts, d = part.shape
-    out, lse = part.new_empty(n, hq, d, dtype=dtype), part.new_empty(n, hq)
+    out = part.new_empty(n, hq, d, dtype=dtype)
+    lse = part.new_empty(n, hq)
     _merge[(n * hq,)](
-        part, part_lse, out, lse, rows, count, table_layer, parts, in_format, b,
-        c, formats, power_of_2(d), *MERGED, num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
+        p_parts=part,
+        p_part_lse=part_lse,
+        p_out=out,
+        p_lse=lse,
+        p_rows=rows,
+        p_count=count,
+        table_layer=table_layer,
+        parts=parts,
+        in_format=in_format,
+        rows=b,
+        C=c,
+        FORMATS=formats,
+        BLOCK_D=power_of_2(d),
+        FEW=MERGED[0],
+        MANY=MERGED[1],
+        num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
         **({"launch_pdl": True} if c.overlap else {}),
-    )  # fmt: skip
+    )
     return out, lse
 
 

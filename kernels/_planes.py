@@ -55,7 +55,8 @@ def _fast_asm(kind, plane, scales):
         return out + " }"
     # sign and magnitude to their places in fp16: so far left of where the codes stand
     bits, magnitude, top = (4, 0x0E000E00, 9) if kind == "nvfp4" else (2, 0x04000400, 10)
-    sign, left = 16 - bits * (plane + 1), top - bits * plane
+    sign = 16 - bits * (plane + 1)
+    left = top - bits * plane
     move = f"shl.b32 m, c, {left};" if left >= 0 else f"shr.u32 m, c, {-left};"
     decode = f"shl.b32 s, c, {sign}; and.b32 s, s, 0x80008000; {move} lop3.b32 m, m, {magnitude:#x}, s, 0xEA;"
     # byte `plane` of two registers of scales as two fp16 numbers, times 2^6
@@ -98,19 +99,31 @@ def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, SCALES: t
         )
     elif SCALES == 0:
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES), "=r,r" if KIND == "nvfp4" or KIND == "int4" else "=r,=r,r", [words],
-            dtype=tl.float16, is_pure=True, pack=2 if KIND == "nvfp4" or KIND == "int4" else 4,
-        )  # fmt: skip
+            _fast_asm(KIND, PLANE, SCALES),
+            "=r,r" if KIND == "nvfp4" or KIND == "int4" else "=r,=r,r",
+            [words],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2 if KIND == "nvfp4" or KIND == "int4" else 4,
+        )
     elif KIND == "nvfp4":
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES), "=r,r,r,r" if SCALES == 4 else "=r,r,r", [words, scale],
-            dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
+            _fast_asm(KIND, PLANE, SCALES),
+            "=r,r,r,r" if SCALES == 4 else "=r,r,r",
+            [words, scale],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES), "=r,=r,r,r,r,r,r" if SCALES == 4 else "=r,=r,r,r,r", [words, scale],
-            dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+            _fast_asm(KIND, PLANE, SCALES),
+            "=r,=r,r,r,r,r,r" if SCALES == 4 else "=r,=r,r,r,r",
+            [words, scale],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
     return x
 
 
@@ -166,70 +179,139 @@ def _of_groups(p_token, m_token, H: tl.constexpr):
 
 
 @triton.jit
-def planes(raw, p_params, p_rows, o_params, o_rows, m_token, tensor_scale,
-            H: tl.constexpr, DTYPE: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def planes(
+    raw,
+    p_params,
+    p_rows,
+    o_params,
+    o_rows,
+    m_token,
+    tensor_scale,
+    H: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled. In the fast path, keys by token
     stay without their scales.
 
     raw: from `load_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales
     begin.
     """
-    KIND: tl.constexpr = H.kind
-    BITS: tl.constexpr = H.bits
-    GROUP: tl.constexpr = H.group
-    BY_TOKEN: tl.constexpr = H.by_token
-    PLANES: tl.constexpr = H.planes
-    WORDS: tl.constexpr = H.words
-    BLOCK_W: tl.constexpr = H.block
-    word = tl.arange(0, BLOCK_W)[None, :]
+    word = tl.arange(0, H.block)[None, :]
     m_word = m_token[:, None]
-    if WORDS != BLOCK_W:
-        m_word = m_word & (word < WORDS)
-    out = ()
-    if KIND == "plain":
+    if H.words != H.block:
+        m_word = m_word & (word < H.words)
+    if H.kind == "plain":
         if _INTERPRETED:
             raw = raw.to(tl.float32)
         out = (raw,)
-    elif H.fast and KIND == "int":
-        POINTS: tl.constexpr = f"int{BITS}"
-        if SCALED and BY_TOKEN:
-            for i in tl.static_range(PLANES):
-                both = tl.load(p_rows + o_rows[:, None] + (word * PLANES + i), m_word, other=0)
-                out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
-        elif SCALED:
-            both = _of_groups(p_params + o_params[:, None], m_token, H)
-            for i in tl.static_range(PLANES):
-                out = out + (_affine(_fast_plane(raw, 0, POINTS, i, 0), both),)
-        else:
-            for i in tl.static_range(PLANES):
-                out = out + (_fast_plane(raw, 0, POINTS, i, 0),)
+    elif H.fast and H.kind == "int":
+        out = _fast_integers(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
     elif H.fast:
-        SCALES: tl.constexpr = 0 if KIND == "fp8" or not SCALED else 4 if BY_TOKEN else 1
-        scale = 0
-        if SCALES == 4:  # a byte each, they are one number
-            scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
-        elif SCALES == 1:
-            scale = _of_groups(p_params + o_params[:, None], m_token, H)
-        for i in tl.static_range(PLANES):
-            out = out + (_fast_plane(raw, scale, KIND, i, SCALES),)
+        out = _fast_floats(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
     else:
-        raw = raw.to(tl.int32) & ((1 << (BITS * PLANES)) - 1)
+        out = _one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE)
+    return out
+
+
+@triton.jit
+def _fast_integers(
+    raw,
+    p_params,
+    p_rows,
+    o_params,
+    o_rows,
+    m_token,
+    word,
+    m_word,
+    H: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """`planes` of asymmetric integers in the fast path: code · scale + minimum in fp16, or the codes as numbers."""
+    PLANES: tl.constexpr = H.planes
+    BITS: tl.constexpr = H.bits
+    POINTS: tl.constexpr = f"int{BITS}"
+    out = ()
+    if SCALED and H.by_token:
         for i in tl.static_range(PLANES):
-            x = decode_code((raw >> (BITS * i)) & ((1 << BITS) - 1), KIND, BITS, "")
-            if GROUP > 0:
-                if BY_TOKEN:
-                    p_group = p_rows + o_rows[:, None] + (word * PLANES + i) * (2 if KIND == "int" else 1)
-                else:
-                    p_group = p_params + o_params[:, None] + (word * PLANES // GROUP) * (2 if KIND == "int" else 1)
-                if KIND == "int":
-                    x = x * tl.load(p_group, m_word, other=0).to(tl.float32)
-                    x = x + tl.load(p_group + 1, m_word, other=0).to(tl.float32)
-                else:
-                    x = x * e4m3_decode(tl.load(p_group, m_word, other=0))
-            x = saturate(x * tensor_scale, DTYPE)
-            if not _INTERPRETED:
-                x = x.to(tl.bfloat16 if DTYPE == "bf16" else (tl.float16 if DTYPE == "fp16" else tl.float32))
-            out = out + (x,)
+            both = tl.load(p_rows + o_rows[:, None] + (word * PLANES + i), m_word, other=0)
+            points = _fast_plane(raw, 0, POINTS, i, 0)
+            out = out + (_affine(points, both),)
+    elif SCALED:
+        both = _of_groups(p_params + o_params[:, None], m_token, H)
+        for i in tl.static_range(PLANES):
+            points = _fast_plane(raw, 0, POINTS, i, 0)
+            out = out + (_affine(points, both),)
+    else:
+        for i in tl.static_range(PLANES):
+            out = out + (_fast_plane(raw, 0, POINTS, i, 0),)
+    return out
+
+
+@triton.jit
+def _fast_floats(
+    raw,
+    p_params,
+    p_rows,
+    o_params,
+    o_rows,
+    m_token,
+    word,
+    m_word,
+    H: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """`planes` of NVFP4, ternary and FP8 codes in the fast path: what `_fast_plane` makes of them."""
+    PLANES: tl.constexpr = H.planes
+    KIND: tl.constexpr = H.kind
+    SCALES: tl.constexpr = 0 if H.kind == "fp8" or not SCALED else 4 if H.by_token else 1
+    scale = 0
+    if SCALES == 4:  # a byte each, they are one number
+        scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
+    elif SCALES == 1:
+        scale = _of_groups(p_params + o_params[:, None], m_token, H)
+    out = ()
+    for i in tl.static_range(PLANES):
+        out = out + (_fast_plane(raw, scale, KIND, i, SCALES),)
+    return out
+
+
+@triton.jit
+def _one_by_one(
+    raw,
+    p_params,
+    p_rows,
+    o_params,
+    o_rows,
+    word,
+    m_word,
+    tensor_scale,
+    H: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """`planes` in the plain path: each code is decoded in float32, scaled, and rounded to the model's type."""
+    KIND: tl.constexpr = H.kind
+    BITS: tl.constexpr = H.bits
+    PLANES: tl.constexpr = H.planes
+    NUMBERS: tl.constexpr = 2 if H.kind == "int" else 1  # of a group: scale and minimum, or the scale
+    raw = raw.to(tl.int32) & ((1 << (BITS * PLANES)) - 1)
+    out = ()
+    for i in tl.static_range(PLANES):
+        x = decode_code((raw >> (BITS * i)) & ((1 << BITS) - 1), KIND, BITS, "")
+        if H.group > 0:
+            if H.by_token:
+                p_group = p_rows + o_rows[:, None] + (word * PLANES + i) * NUMBERS
+            else:
+                p_group = p_params + o_params[:, None] + (word * PLANES // H.group) * NUMBERS
+            if KIND == "int":
+                x = x * tl.load(p_group, m_word, other=0).to(tl.float32)
+                x = x + tl.load(p_group + 1, m_word, other=0).to(tl.float32)
+            else:
+                x = x * e4m3_decode(tl.load(p_group, m_word, other=0))
+        x = saturate(x * tensor_scale, DTYPE)
+        if not _INTERPRETED:
+            x = x.to(tl.bfloat16 if DTYPE == "bf16" else (tl.float16 if DTYPE == "fp16" else tl.float32))
+        out = out + (x,)
     return out
 
 

@@ -73,7 +73,8 @@ def _rotated(p_x, p_cos, p_sin, channel, m, dim):
     partner = tl.where(channel < dim // 2, channel + dim // 2, channel - dim // 2)
     x = to_fp32(tl.load(p_x + channel, m, other=0.0))
     swapped = to_fp32(tl.load(p_x + partner, m, other=0.0))
-    cos, sin = tl.load(p_cos + channel, m, other=0.0), tl.load(p_sin + channel, m, other=0.0)
+    cos = tl.load(p_cos + channel, m, other=0.0)
+    sin = tl.load(p_sin + channel, m, other=0.0)
     return tl.fma(swapped, sin, x * cos)
 
 
@@ -143,13 +144,42 @@ def store(x, i_group, channel, m, m_group, p_codes, p_side, p_scale, F: tl.const
 
 @triton.jit(do_not_specialize=["layer", "limit", "layers", "rows"])
 def _append(
-    p_q, p_k, p_v, p_cos, p_sin, p_out, p_rows, p_at, p_codes, p_side, p_scale, layer, limit, layers, rows,
-    q_token, q_head, k_token, k_head, v_token, v_head, cos_token, sin_token, at_layer, at_token, at_head,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, QUERIES: tl.constexpr, BLOCK_G: tl.constexpr,
+    p_q,
+    p_k,
+    p_v,
+    p_cos,
+    p_sin,
+    p_out,
+    p_rows,
+    p_at,
+    p_codes,
+    p_side,
+    p_scale,
+    layer,
+    limit,
+    layers,
+    rows,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    cos_token,
+    sin_token,
+    at_layer,
+    at_token,
+    at_head,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    QUERIES: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
+):
     MODEL: tl.constexpr = C.dtype
-    i_n, i_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    i_n = tl.program_id(0).to(tl.int64)
+    i_head = tl.program_id(1).to(tl.int64)
     # Load first what the stores wait for.
     at = tl.load(p_at + layer * at_layer + i_n * at_token + i_head * at_head).to(tl.int64)
     row = tl.load(p_rows + i_n).to(tl.int64)
@@ -168,7 +198,8 @@ def _append(
             slot = ((layer * rows + row) * C.kv_heads + i_head) * C.ring + at
         else:
             slot = at + (layer * C.layer_lanes + i_head * C.head_lanes) * C.slots
-        p_code, p_param = p_codes + slot * C.slot, p_side + slot * C.side_slot
+        p_code = p_codes + slot * C.slot
+        p_param = p_side + slot * C.side_slot
         p_own = p_scale + (2 * C.format * layers + layer) * rows + row
         i_group, k_channel, m_k = _tile(K)
         k = _rotated(p_k + i_n * k_token + i_head * k_head, p_cos, p_sin, k_channel, m_k, C.dim)
@@ -191,15 +222,18 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     Returns:
         The rotated queries: [N, Hq, D] in the dtype of `q`, contiguous.
     """
-    store, (n, heads, dim), kv_heads = writer.store, q.shape, k.shape[1]
+    store = writer.store
     pages = store.pages
+    n, heads, dim = q.shape
+    kv_heads = k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.numel() == 0:
         return out
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
-    strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], cos.stride(0), sin.stride(0))
-    tile = power_of_2(heads // kv_heads), power_of_2(dim)
-    dtype, stored = _formats.dtype_name(q.dtype), _formats.dtype_name(store.dtype)
+    block_g = power_of_2(heads // kv_heads)
+    block_d = power_of_2(dim)
+    dtype = _formats.dtype_name(q.dtype)
+    stored = _formats.dtype_name(store.dtype)
     plain = plain_halves(stored, dim)
     # format, slots of the tokens [Lt, N, Ht], the trash slot's number, tensors to write to, K, V
     launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
@@ -211,12 +245,43 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
         pool = pages.pool.view(store.dtype) if lay.plain else pages.pool
         launches.append((f, base[..., 0], pages.nowhere(f), pool, k_half, v_half))
     for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
+        at_layer, at_token, at_head = steps(at)
         _append[n, kv_heads](
-            q, k, v, cos, sin, out, writer.at, at, codes, pages.side, pages.scale, layer, limit,
-            store.shape.layers, store.shape.rows, *strides, *steps(at),
-            place(store, f, heads // kv_heads, dtype), k_half, v_half, i == 0, *tile,
-            num_warps=warps(*tile), enable_fp_fusion=False,
-        )  # fmt: skip
+            p_q=q,
+            p_k=k,
+            p_v=v,
+            p_cos=cos,
+            p_sin=sin,
+            p_out=out,
+            p_rows=writer.at,
+            p_at=at,
+            p_codes=codes,
+            p_side=pages.side,
+            p_scale=pages.scale,
+            layer=layer,
+            limit=limit,
+            layers=store.shape.layers,
+            rows=store.shape.rows,
+            q_token=q.stride(0),
+            q_head=q.stride(1),
+            k_token=k.stride(0),
+            k_head=k.stride(1),
+            v_token=v.stride(0),
+            v_head=v.stride(1),
+            cos_token=cos.stride(0),
+            sin_token=sin.stride(0),
+            at_layer=at_layer,
+            at_token=at_token,
+            at_head=at_head,
+            C=place(store, f, heads // kv_heads, dtype),
+            K=k_half,
+            V=v_half,
+            QUERIES=i == 0,
+            BLOCK_G=block_g,
+            BLOCK_D=block_d,
+            num_warps=warps(block_g, block_d),
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -227,18 +292,32 @@ def steps(of: Tensor) -> list[int]:
 
 def place(store: Any, f: int, group: int, dtype: str) -> Place:
     """How the slots of a format lie in a store, or the places of its ring."""
-    shape, pages, ring = store.shape, store.pages, store.ring.shape[3] if f == RING else 0
-    slots, slot, side_slot = 0, 2 * shape.head_dim, 0
+    shape = store.shape
+    pages = store.pages
+    ring = store.ring.shape[3] if f == RING else 0
+    slots = 0
+    slot = 2 * shape.head_dim
+    side_slot = 0
     if f != RING:
         lay = pages.layouts[f]
         size = store.dtype.itemsize if lay.plain else 1
-        slots, slot = lay.slots, pages.pool.shape[-1] // lay.slots // size
+        slots = lay.slots
+        slot = pages.pool.shape[-1] // lay.slots // size
         side_slot = pages.side.shape[-1] // lay.slots
     return Place(
-        kv_heads=shape.kv_heads, group=group, dim=shape.head_dim, format=f,
-        slots=slots, slot=slot, side_slot=side_slot, layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
-        head_lanes=0 if shape.scope == "head" else 1, lanes=shape.sharing, ring=ring, dtype=dtype,
-    )  # fmt: skip
+        kv_heads=shape.kv_heads,
+        group=group,
+        dim=shape.head_dim,
+        format=f,
+        slots=slots,
+        slot=slot,
+        side_slot=side_slot,
+        layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
+        head_lanes=0 if shape.scope == "head" else 1,
+        lanes=shape.sharing,
+        ring=ring,
+        dtype=dtype,
+    )
 
 
 def plain_halves(dtype: str, dim: int) -> tuple[Half, Half]:
@@ -249,7 +328,8 @@ def plain_halves(dtype: str, dim: int) -> tuple[Half, Half]:
 def halves(k: Format, v: Format, dim: int, by_token: bool = False) -> tuple[Half, Half]:
     """Keys and values of formats that are no store's plain one, side by side in a slot; keys by token have no
     parameters there."""
-    start, side_start = dim * k.bits // 8, dim // k.group * k.param_bytes if k.group and not by_token else 0
+    start = dim * k.bits // 8
+    side_start = dim // k.group * k.param_bytes if k.group and not by_token else 0
     return half(**_constants(k), dim=dim), half(**_constants(v), dim=dim, start=start, side_start=side_start)
 
 
@@ -276,11 +356,18 @@ def variants() -> Iterator[Variant]:
     common |= dict.fromkeys(("p_cos", "p_sin", "p_scale"), "*fp32")
     common |= {"p_rows": "*i64", "p_at": "*i64", "p_side": "*u8"}
     formats = {  # kind, bits, parameters, group
-        "nvfp4": ("nvfp4", 4, "", 16), "ternary": ("ternary", 2, "", 16), "fp8": ("fp8", 8, "", 0),
-        "int2s": ("int2s", 2, "", 32), "int4s": ("int4s", 4, "", 16), "int2": ("int", 2, "fp16", 32),
-        "int4": ("int", 4, "fp16", 16), "int8": ("int", 8, "fp32", 32), "int16": ("int", 16, "fp32", 32),
-        "fp16": ("plain", 16, "fp16", 0), "bf16": ("plain", 16, "bf16", 0),
-    }  # fmt: skip
+        "nvfp4": ("nvfp4", 4, "", 16),
+        "ternary": ("ternary", 2, "", 16),
+        "fp8": ("fp8", 8, "", 0),
+        "int2s": ("int2s", 2, "", 32),
+        "int4s": ("int4s", 4, "", 16),
+        "int2": ("int", 2, "fp16", 32),
+        "int4": ("int", 4, "fp16", 16),
+        "int8": ("int", 8, "fp32", 32),
+        "int16": ("int", 16, "fp32", 32),
+        "fp16": ("plain", 16, "fp16", 0),
+        "bf16": ("plain", 16, "bf16", 0),
+    }
     pairs = ["nvfp4/nvfp4", "ternary/ternary", "fp8/nvfp4", "int2s/int8", "int4s/int16", "int4/int2", "bf16/fp16"]
     for dtype, dim, group in (("bf16", 128, 4), ("fp16", 96, 6), ("fp32", 64, 1)):
         plain = ("plain", 32 if dtype == "fp32" else 16, dtype, 0)
@@ -290,9 +377,13 @@ def variants() -> Iterator[Variant]:
             for ring in (16, 0) if k is plain else (0,):
                 own = Place(2, group, dim, RING if ring else 1, 16, 2 * dim, 8, 2, 1, 4, ring, dtype)
                 constexprs = {
-                    "C": own, "K": half(*k, dim), "V": half(*v, dim, dim, 8), "QUERIES": True,
-                    "BLOCK_G": tile[0], "BLOCK_D": tile[1],
-                }  # fmt: skip
+                    "C": own,
+                    "K": half(*k, dim),
+                    "V": half(*v, dim, dim, 8),
+                    "QUERIES": True,
+                    "BLOCK_G": tile[0],
+                    "BLOCK_D": tile[1],
+                }
                 codes = {"p_codes": f"*{dtype}" if k is plain else "*u8"}
                 options = {"num_warps": warps(*tile), "enable_fp_fusion": False}
                 yield Variant(_append, signature | codes, constexprs, options)

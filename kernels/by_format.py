@@ -38,10 +38,23 @@ def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, MOST: tl.constexpr, K
 
 @triton.jit(do_not_specialize=["n", "rows", "blocks"])
 def _count(
-    p_counts, p_place, p_count, p_rows, p_format, n, rows, tables, width, blocks,
-    FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i_unit, i_block = tl.program_id(0), tl.program_id(1)
+    p_counts,
+    p_place,
+    p_count,
+    p_rows,
+    p_format,
+    n,
+    rows,
+    tables,
+    width,
+    blocks,
+    FORMATS: tl.constexpr,
+    MOST: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_unit = tl.program_id(0)
+    i_block = tl.program_id(1)
     _, i_list = unit_of(i_unit, n, rows, tables, p_rows)
     count = tl.load(p_count + i_list)
     t = i_block * BLOCK + tl.arange(0, BLOCK)
@@ -51,11 +64,29 @@ def _count(
 
 @triton.jit(do_not_specialize=["n", "rows", "blocks"])
 def _by_format(
-    p_sorted, p_column, p_first, p_counts, p_place, p_count, p_rows, p_format, n, rows, tables, width, seen, blocks,
-    FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    p_sorted,
+    p_column,
+    p_first,
+    p_counts,
+    p_place,
+    p_count,
+    p_rows,
+    p_format,
+    n,
+    rows,
+    tables,
+    width,
+    seen,
+    blocks,
+    FORMATS: tl.constexpr,
+    MOST: tl.constexpr,
+    KINDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     """p_counts: of `_count`; BLOCKS: that are added up at once, 0 if there is but one."""
-    i_unit, i_block = tl.program_id(0), tl.program_id(1)
+    i_unit = tl.program_id(0)
+    i_block = tl.program_id(1)
     _, i_list = unit_of(i_unit, n, rows, tables, p_rows)
     count = tl.load(p_count + i_list)
     if (i_block * BLOCK >= count) & (i_block > 0):
@@ -106,23 +137,56 @@ def by_format(
         first: int32 [Lt, N, Ht, F + 2], where each format begins, then where the ring begins, then the number of
             tokens.
     """
-    (layers, b, tables), n = count.shape, len(rows)
+    layers, b, tables = count.shape
+    n = len(rows)
     by_kind, column = (place.new_empty(layers, n, tables, seen) for _ in range(2))
     first = place.new_empty(layers, n, tables, len(formats) + 2)
-    blocks, kinds, rows = max(1, triton.cdiv(seen, BLOCK)), power_of_2(len(formats) + 2), rows.contiguous()
-    counts, several = first, blocks > 1
+    blocks = max(1, triton.cdiv(seen, BLOCK))
+    kinds = power_of_2(len(formats) + 2)
+    rows = rows.contiguous()
+    counts = first
+    several = blocks > 1
     grid = (layers * n * tables, blocks)
     if first.numel() and several:
         counts = place.new_empty(*grid, kinds)
         _count[grid](
-            counts, place, count, rows, page_format, n, b, tables, place.shape[-1], blocks,
-            tuple(formats), most, kinds, BLOCK,
-        )  # fmt: skip
+            p_counts=counts,
+            p_place=place,
+            p_count=count,
+            p_rows=rows,
+            p_format=page_format,
+            n=n,
+            rows=b,
+            tables=tables,
+            width=place.shape[-1],
+            blocks=blocks,
+            FORMATS=tuple(formats),
+            MOST=most,
+            KINDS=kinds,
+            BLOCK=BLOCK,
+        )
     if first.numel():
         _by_format[grid](
-            by_kind, column, first, counts, place, count, rows, page_format, n, b, tables, place.shape[-1], seen,
-            blocks, tuple(formats), most, kinds, BLOCK, BLOCKS if several else 0,
-        )  # fmt: skip
+            p_sorted=by_kind,
+            p_column=column,
+            p_first=first,
+            p_counts=counts,
+            p_place=place,
+            p_count=count,
+            p_rows=rows,
+            p_format=page_format,
+            n=n,
+            rows=b,
+            tables=tables,
+            width=place.shape[-1],
+            seen=seen,
+            blocks=blocks,
+            FORMATS=tuple(formats),
+            MOST=most,
+            KINDS=kinds,
+            BLOCK=BLOCK,
+            BLOCKS=BLOCKS if several else 0,
+        )
     return by_kind, column, first
 
 

@@ -21,9 +21,7 @@ BLOCK = 1024  # tokens of a list at a time
 
 
 @triton.jit
-def _close_ranks(
-    p_drop, p_place, p_pos, p_count, p_source, p_moves, p_ends, seen, width, BLOCK: tl.constexpr
-):  # fmt: skip
+def _close_ranks(p_drop, p_place, p_pos, p_count, p_source, p_moves, p_ends, seen, width, BLOCK: tl.constexpr):
     i_unit = tl.program_id(0).to(tl.int64)
     p_drop += i_unit * seen
     p_ends += i_unit * seen
@@ -33,7 +31,9 @@ def _close_ranks(
     end = tl.minimum(tl.load(p_count + i_unit), seen)
     column = tl.arange(0, BLOCK)
 
-    start, kept, first = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), end
+    start = tl.full((), 0, tl.int32)
+    kept = tl.full((), 0, tl.int32)
+    first = end
     while start < end:
         m_in = start + column < end
         m_drop = tl.load(p_drop + (start + column), m_in, other=0) != 0

@@ -43,12 +43,29 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @triton.jit
 def _dequantize(
-    p_codes, codes_outer, codes_inner, p_params, params_outer, params_inner, p_scale, scale_outer, scale_inner, p_out,
+    p_codes,
+    codes_outer,
+    codes_inner,
+    p_params,
+    params_outer,
+    params_inner,
+    p_scale,
+    scale_outer,
+    scale_inner,
+    p_out,
     groups,
-    PER_ROW: tl.constexpr, ELEMENTS: tl.constexpr, BY_TOKEN: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, PARAMS: tl.constexpr, SATURATE: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARAMS: tl.constexpr,
+    SATURATE: tl.constexpr,
+    OUT: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-):  # fmt: skip
+):
     programs = tl.cdiv(groups, BLOCK)  # of an outer index, which has so many groups
     i_outer = (tl.program_id(0) // programs).to(tl.int64)
     i_group = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -102,7 +119,8 @@ def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor,
     Returns:
         [..., D].
     """
-    lead, dim = codes.shape[:-1], codes.shape[-1] * 8 // fmt.bits
+    lead = codes.shape[:-1]
+    dim = codes.shape[-1] * 8 // fmt.bits
     by_token = fmt.group > 0 and fmt.by == "token"
     constants = constexprs(fmt)
     if constants["KIND"] == "plain" and code_dtype(fmt) == dtype:
@@ -123,10 +141,27 @@ def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor,
     block = max(1, min(power_of_2(groups), TILE // width))
     saturates = not codes.dtype.is_floating_point or torch.finfo(dtype).max <= torch.finfo(codes.dtype).max
     _dequantize[outer * triton.cdiv(groups, block),](
-        codes, *codes.stride()[:2], params, *params.stride()[:2], scale, *scale.stride(), out, groups,
-        per_row, elements, by_token, **constants, SATURATE=saturates, OUT=NAMES[dtype], BLOCK=block, WIDTH=width,
+        p_codes=codes,
+        codes_outer=codes.stride(0),
+        codes_inner=codes.stride(1),
+        p_params=params,
+        params_outer=params.stride(0),
+        params_inner=params.stride(1),
+        p_scale=scale,
+        scale_outer=scale.stride(0),
+        scale_inner=scale.stride(1),
+        p_out=out,
+        groups=groups,
+        PER_ROW=per_row,
+        ELEMENTS=elements,
+        BY_TOKEN=by_token,
+        **constants,
+        SATURATE=saturates,
+        OUT=NAMES[dtype],
+        BLOCK=block,
+        WIDTH=width,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return out
 
 

@@ -57,7 +57,15 @@ def draw(key: Tensor, pos: Tensor, weight: Tensor | None = None) -> Tensor:
         weights = pos if weight is None else weight.expand(pos.shape).contiguous()
         grid = pos.numel() // pos.shape[-1], triton.cdiv(pos.shape[-1], BLOCK)
         key = key.expand(pos.shape[:-1]).contiguous()
-        _draw[grid](key, pos, weights, score, pos.shape[-1], weight is not None, BLOCK)
+        _draw[grid](
+            p_key=key,
+            p_pos=pos,
+            p_weight=weights,
+            p_score=score,
+            width=pos.shape[-1],
+            WEIGHTED=weight is not None,
+            BLOCK=BLOCK,
+        )
     return score
 
 

@@ -53,14 +53,26 @@ def enlist(
         waiting: int64 [N], the new token's index in the buffer; 0 without a buffer.
     """
     layers, rows, heads = count.shape
-    units, n = layers * len(at) * heads, len(at)
+    units = layers * len(at) * heads
+    n = len(at)
     if not units:
         return
     at, active, lengths, waiting = (x.contiguous() for x in (at, active, lengths, waiting))
     _enlist[(triton.cdiv(units, UNITS),)](
-        place, pos, count, at, active.view(torch.uint8), lengths, waiting, units, n, rows, heads, place.shape[-1],
-        UNITS,
-    )  # fmt: skip
+        p_place=place,
+        p_pos=pos,
+        p_count=count,
+        p_at=at,
+        p_active=active.view(torch.uint8),
+        p_lengths=lengths,
+        p_waiting=waiting,
+        units=units,
+        n=n,
+        rows=rows,
+        heads=heads,
+        width=place.shape[-1],
+        UNITS=UNITS,
+    )
 
 
 def variants() -> Iterator[Variant]:

@@ -42,10 +42,32 @@ SUMS = 4096  # units whose counts are added up at a time
 
 @triton.jit(do_not_specialize=["n", "rows", "units"])
 def _compact(
-    p_drop, p_at, p_place, p_pos, p_count, p_live, p_taken, p_top, p_row_of, p_row_uses, p_row_top, p_freed, p_gone,
-    p_before, units, n, rows, heads, seen, width, row_none,
-    MOST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, LOOK: tl.constexpr,
-):  # fmt: skip
+    p_drop,
+    p_at,
+    p_place,
+    p_pos,
+    p_count,
+    p_live,
+    p_taken,
+    p_top,
+    p_row_of,
+    p_row_uses,
+    p_row_top,
+    p_freed,
+    p_gone,
+    p_before,
+    units,
+    n,
+    rows,
+    heads,
+    seen,
+    width,
+    row_none,
+    MOST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOK: tl.constexpr,
+):
     """p_freed: pages of each unit, then its rows of scales; p_gone: numbers of these rows, [units, seen]; ROWS: there
     are some."""
     i = tl.program_id(0).to(tl.int64)
@@ -60,13 +82,15 @@ def _compact(
     end = tl.minimum(tl.load(p_count + i_unit), seen)
     column = tl.arange(0, BLOCK)
 
-    start, first = tl.full((), 0, tl.int32), end  # the first column with a dropped token
+    start = tl.full((), 0, tl.int32)
+    first = end  # the first column with a dropped token
     look = tl.arange(0, LOOK)
     while (start < end) & (first == end):
         dropped = tl.load(p_drop + (start + look), start + look < end, other=0) != 0
         first = tl.min(tl.where(dropped, start + look, end))
         start += LOOK
-    emptied, gone = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    emptied = tl.full((), 0, tl.int32)
+    gone = tl.full((), 0, tl.int32)
     if first == end:
         tl.store(p_freed + i, emptied)
         tl.store(p_freed + units + i, gone)
@@ -127,10 +151,29 @@ def _compact(
 
 @triton.jit(do_not_specialize=["none", "n", "rows", "units"])
 def _give(
-    p_at, p_taken, p_format, p_page, p_stack, p_top, p_row_stack, p_row_top, p_freed, p_gone, p_before,
-    units, n, rows, heads, none, width, seen,
-    ROWS: tl.constexpr, TABLES: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr,
-):  # fmt: skip
+    p_at,
+    p_taken,
+    p_format,
+    p_page,
+    p_stack,
+    p_top,
+    p_row_stack,
+    p_row_top,
+    p_freed,
+    p_gone,
+    p_before,
+    units,
+    n,
+    rows,
+    heads,
+    none,
+    width,
+    seen,
+    ROWS: tl.constexpr,
+    TABLES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SUMS: tl.constexpr,
+):
     first = tl.program_id(0) * TABLES
     i = first + tl.arange(0, TABLES)
     m = i < units
@@ -140,7 +183,9 @@ def _give(
         something += tl.max(tl.load(p_freed + units + i, m, other=0))
     if tl.where(first + TABLES < units, something, 1) == 0:  # the last program has the new tops to write
         return
-    pages, gone = tl.load(p_before), tl.load(p_before + 1)  # on the stacks before those of the units before these
+    # What lies on the stacks before the pages and rows that the units before these have freed.
+    pages = tl.load(p_before)
+    gone = tl.load(p_before + 1)
     start = tl.full((), 0, tl.int32)
     while start < first:
         before = start + tl.arange(0, SUMS)
@@ -149,7 +194,8 @@ def _give(
             gone += tl.sum(tl.load(p_freed + units + before, before < first, other=0))
         start += SUMS
 
-    missing, to = freed, pages + tl.cumsum(freed, 0) - freed  # where the next one goes
+    missing = freed
+    to = pages + tl.cumsum(freed, 0) - freed  # where the next one goes
     row = tl.load(p_at + i // heads % n, m, other=0)
     i_unit = (i // (n * heads) * rows + row) * heads + i % heads
     p_page += (i_unit * width)[:, None]
@@ -171,7 +217,8 @@ def _give(
     if ROWS:
         more = tl.load(p_freed + units + i, m, other=0)
         to = gone + tl.cumsum(more, 0) - more
-        start, most = tl.full((), 0, tl.int32), tl.max(more)
+        start = tl.full((), 0, tl.int32)
+        most = tl.max(more)
         while start < most:
             m_row = start + column < more[:, None]
             number = tl.load(p_gone + i.to(tl.int64)[:, None] * seen + (start + column), m_row, other=0)
@@ -185,10 +232,23 @@ def _give(
 
 
 def evict(
-    drop: Tensor, at: Tensor, place: Tensor, pos: Tensor, count: Tensor, live: Tensor, taken: Tensor,
-    page_format: Tensor, page: Tensor, stack: Tensor, top: Tensor, scale_row: Tensor, row_uses: Tensor,
-    row_stack: Tensor, row_top: Tensor, most: int,
-) -> None:  # fmt: skip
+    drop: Tensor,
+    at: Tensor,
+    place: Tensor,
+    pos: Tensor,
+    count: Tensor,
+    live: Tensor,
+    taken: Tensor,
+    page_format: Tensor,
+    page: Tensor,
+    stack: Tensor,
+    top: Tensor,
+    scale_row: Tensor,
+    row_uses: Tensor,
+    row_stack: Tensor,
+    row_top: Tensor,
+    most: int,
+) -> None:
     """Evict tokens of the rows `at`: what `PagedStore.evict` does.
 
     All tensors but `drop` and `at` are changed in place, and contiguous. P: number of pages; page number P means
@@ -214,25 +274,71 @@ def evict(
         row_top: int64 [], free rows of key scales.
         most: slots of a page in the format with the most.
     """
-    n, (lt, rows, heads) = len(at), count.shape
+    n = len(at)
+    lt, rows, heads = count.shape
     if not (units := lt * n * heads):
         return
-    drop, at, device = drop.contiguous().view(torch.uint8), at.contiguous(), drop.device
-    has_rows, seen = scale_row.numel() > 0, drop.shape[-1]
+    drop = drop.contiguous().view(torch.uint8)
+    at = at.contiguous()
+    device = drop.device
+    has_rows = scale_row.numel() > 0
+    seen = drop.shape[-1]
     freed = torch.empty(2 * units, dtype=torch.int32, device=device)
     gone = torch.empty(units * seen if has_rows else 0, dtype=torch.int32, device=device)
     before = torch.empty(2, dtype=torch.int64, device=device)
     block = next(size for least, size in BLOCKS if units >= least)
     _compact[(units,)](
-        drop, at, place, pos, count, live.view(torch.uint8), taken, top, scale_row, row_uses, row_top, freed, gone,
-        before, units, n, rows, heads, seen, place.shape[-1], row_stack.numel() - 1,
-        MOST=most, ROWS=has_rows, BLOCK=block, LOOK=LOOK, num_warps=warps_for(block),
-    )  # fmt: skip
+        p_drop=drop,
+        p_at=at,
+        p_place=place,
+        p_pos=pos,
+        p_count=count,
+        p_live=live.view(torch.uint8),
+        p_taken=taken,
+        p_top=top,
+        p_row_of=scale_row,
+        p_row_uses=row_uses,
+        p_row_top=row_top,
+        p_freed=freed,
+        p_gone=gone,
+        p_before=before,
+        units=units,
+        n=n,
+        rows=rows,
+        heads=heads,
+        seen=seen,
+        width=place.shape[-1],
+        row_none=row_stack.numel() - 1,
+        MOST=most,
+        ROWS=has_rows,
+        BLOCK=block,
+        LOOK=LOOK,
+        num_warps=warps_for(block),
+    )
     _give[(triton.cdiv(units, TABLES),)](
-        at, taken, page_format, page, stack, top, row_stack, row_top, freed, gone, before,
-        units, n, rows, heads, stack.numel() - 1, page.shape[-1], seen,
-        ROWS=has_rows, TABLES=TABLES, COLUMNS=COLUMNS, SUMS=SUMS,
-    )  # fmt: skip
+        p_at=at,
+        p_taken=taken,
+        p_format=page_format,
+        p_page=page,
+        p_stack=stack,
+        p_top=top,
+        p_row_stack=row_stack,
+        p_row_top=row_top,
+        p_freed=freed,
+        p_gone=gone,
+        p_before=before,
+        units=units,
+        n=n,
+        rows=rows,
+        heads=heads,
+        none=stack.numel() - 1,
+        width=page.shape[-1],
+        seen=seen,
+        ROWS=has_rows,
+        TABLES=TABLES,
+        COLUMNS=COLUMNS,
+        SUMS=SUMS,
+    )
 
 
 def warps_for(block: int) -> int:

@@ -30,14 +30,24 @@ WARPS = 4
 
 @triton.jit
 def _by_channel(
-    p_ring, p_at, p_codes, p_side, p_own, first, limit, lane_slots, C: tl.constexpr, F: tl.constexpr,
+    p_ring,
+    p_at,
+    p_codes,
+    p_side,
+    p_own,
+    first,
+    limit,
+    lane_slots,
+    C: tl.constexpr,
+    F: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """Keys or values of some tokens. p_ring: the buffer's first; p_at: of the slots; p_own: of a tensor's scale."""
     BLOCK: tl.constexpr = F.block
     WIDTH: tl.constexpr = F.width
     line = tl.arange(0, TOKENS * BLOCK)[:, None]
-    i_token, i_group = first + line // BLOCK, line % BLOCK
+    i_token = first + line // BLOCK
+    i_group = line % BLOCK
     at = tl.load(p_at + i_token, i_token < C.ring, other=limit)
     m_group = (at < limit) & (i_group < F.groups)
     element = tl.arange(0, WIDTH)[None, :]
@@ -50,9 +60,19 @@ def _by_channel(
 
 @triton.jit
 def _by_token(
-    p_ring, p_at, p_codes, p_params, p_own, first, limit, lane_slots, C: tl.constexpr, F: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    p_ring,
+    p_at,
+    p_codes,
+    p_params,
+    p_own,
+    first,
+    limit,
+    lane_slots,
+    C: tl.constexpr,
+    F: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Keys of one group of tokens. p_params: of the group's row of scales."""
     KIND: tl.constexpr = F.kind
     BITS: tl.constexpr = F.bits
@@ -85,13 +105,34 @@ def _by_token(
 
 @triton.jit(do_not_specialize=["limit", "rows"])
 def _flush(
-    p_ring, p_rows, p_at, p_group, p_codes, p_side, p_shared, p_scale, limit, rows, row_bytes,
-    at_layer, at_token, at_head, group_layer, group_token, group_head,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_TOKEN: tl.constexpr, TOKENS: tl.constexpr,
+    p_ring,
+    p_rows,
+    p_at,
+    p_group,
+    p_codes,
+    p_side,
+    p_shared,
+    p_scale,
+    limit,
+    rows,
+    row_bytes,
+    at_layer,
+    at_token,
+    at_head,
+    group_layer,
+    group_token,
+    group_head,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    i_n, i_head = (tl.program_id(0) // C.kv_heads).to(tl.int64), (tl.program_id(0) % C.kv_heads).to(tl.int64)
-    layer, i_part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+):
+    i_n = (tl.program_id(0) // C.kv_heads).to(tl.int64)
+    i_head = (tl.program_id(0) % C.kv_heads).to(tl.int64)
+    layer = tl.program_id(1).to(tl.int64)
+    i_part = tl.program_id(2)
     row = tl.load(p_rows + i_n).to(tl.int64)
     p_at += layer * at_layer + i_n * at_token + i_head * at_head
     p_ring += ((layer * rows + row) * C.kv_heads + i_head) * (C.ring * 2 * C.dim)
@@ -116,8 +157,12 @@ def flush(writer: Any) -> None:
     Args:
         writer: knows the rows, the slot of each token, and the rows of scales for groups of keys by token.
     """
-    store, pages, dim = writer.store, writer.store.pages, writer.store.shape.head_dim
-    n, heads, layers = len(writer.at), store.shape.kv_heads, store.shape.layers
+    store = writer.store
+    pages = store.pages
+    dim = store.shape.head_dim
+    n = len(writer.at)
+    heads = store.shape.kv_heads
+    layers = store.shape.layers
     if not n:
         return
     for f, base in writer.bases.items():
@@ -128,12 +173,35 @@ def flush(writer: Any) -> None:
         group = writer.groups[f] if lay.by_token else base
         tokens = power_of_2(min(lay.k.group if lay.by_token else TOKENS, store.storage.buffer))
         where = place(store, f, 1, dtype)._replace(ring=store.storage.buffer)
+        at_layer, at_token, at_head = steps(base)
+        group_layer, group_token, group_head = steps(group)
         _flush[n * heads, layers, triton.cdiv(store.storage.buffer, tokens)](
-            store.ring, writer.at, base, group, pool, pages.side, pages.group_params, pages.scale,
-            pages.nowhere(f), store.shape.rows, pages.group_params.shape[-1], *steps(base), *steps(group), where,
-            k, v, lay.by_token, tokens, power_of_2(dim),
-            num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
+            p_ring=store.ring,
+            p_rows=writer.at,
+            p_at=base,
+            p_group=group,
+            p_codes=pool,
+            p_side=pages.side,
+            p_shared=pages.group_params,
+            p_scale=pages.scale,
+            limit=pages.nowhere(f),
+            rows=store.shape.rows,
+            row_bytes=pages.group_params.shape[-1],
+            at_layer=at_layer,
+            at_token=at_token,
+            at_head=at_head,
+            group_layer=group_layer,
+            group_token=group_token,
+            group_head=group_head,
+            C=where,
+            K=k,
+            V=v,
+            BY_TOKEN=lay.by_token,
+            TOKENS=tokens,
+            BLOCK_D=power_of_2(dim),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
 
 
 def variants() -> Iterator[Variant]:
@@ -151,8 +219,12 @@ def variants() -> Iterator[Variant]:
             (False, 16, ("ternary", 2, "", 16), ("int4s", 4, "", 16)),
         ):
             constexprs = {
-                "C": Place(2, 1, dim, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype), "K": half(*k, dim),
-                "V": half(*v, dim, dim, 8), "BY_TOKEN": by_token, "TOKENS": tokens, "BLOCK_D": power_of_2(dim),
-            }  # fmt: skip
+                "C": Place(2, 1, dim, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype),
+                "K": half(*k, dim),
+                "V": half(*v, dim, dim, 8),
+                "BY_TOKEN": by_token,
+                "TOKENS": tokens,
+                "BLOCK_D": power_of_2(dim),
+            }
             signature = common | {"p_ring": f"*{dtype}", "p_group": "*i32" if by_token else "*i64"}
             yield Variant(_flush, signature, constexprs, {"num_warps": WARPS, "enable_fp_fusion": False})

@@ -24,16 +24,27 @@ WORDS = 32  # of a slot, for one program: 128 bytes
 
 @triton.jit
 def _gather(
-    p_source, p_moves, p_place, p_pool, width, slices, words, stride_page, stride_lane,
-    MOST: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
+    p_source,
+    p_moves,
+    p_place,
+    p_pool,
+    width,
+    slices,
+    words,
+    stride_page,
+    stride_lane,
+    MOST: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
     i_unit = tl.program_id(0).to(tl.int64)
     i_lane = (tl.program_id(1) // slices).to(tl.int64)
     word = tl.program_id(1) % slices * WORDS + tl.arange(0, WORDS)[None, :]
     p_pool += i_lane * stride_lane + word
     p_source += i_unit * width
     p_place += i_unit * width
-    first, end = tl.load(p_moves + 2 * i_unit), tl.load(p_moves + 2 * i_unit + 1)
+    first = tl.load(p_moves + 2 * i_unit)
+    end = tl.load(p_moves + 2 * i_unit + 1)
     while first < end:
         rank = first + tl.arange(0, TOKENS)
         source = tl.load(p_source + rank, rank < end, other=0).to(tl.int64)
@@ -64,9 +75,19 @@ def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int
     slices = triton.cdiv(size, WORDS)
     if units := moves.numel() // 2:
         _gather[(units, pool.shape[1] * slices)](
-            source, moves, place, words, place.shape[-1], slices, size, words.stride(0), words.stride(1),
-            most, TOKENS, WORDS,
-        )  # fmt: skip
+            p_source=source,
+            p_moves=moves,
+            p_place=place,
+            p_pool=words,
+            width=place.shape[-1],
+            slices=slices,
+            words=size,
+            stride_page=words.stride(0),
+            stride_lane=words.stride(1),
+            MOST=most,
+            TOKENS=TOKENS,
+            WORDS=WORDS,
+        )
 
 
 def variants() -> Iterator[Variant]:

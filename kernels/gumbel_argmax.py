@@ -29,7 +29,8 @@ BLOCK = 1024  # tokens of a program
 @triton.jit
 def words(seed, sequence, position, i_quad):
     """The four words of Philox4x32-10 of each block of four tokens, uint32, for int64 sequence and position."""
-    low, high = sequence.to(tl.uint32), (sequence >> 32).to(tl.uint32)
+    low = sequence.to(tl.uint32)
+    high = (sequence >> 32).to(tl.uint32)
     # Triton's has the multipliers, the constants that the key grows by and the order of the words of the definition.
     return tl.philox(seed, i_quad.to(tl.uint32), position.to(tl.uint32), low, high)
 
@@ -61,8 +62,10 @@ def best(value, token):
 def _best_of_blocks(
     p_logits, p_sequence, p_position, p_value, p_token, seed, vocab_size, stride_row, BLOCK: tl.constexpr
 ):
-    i_row, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    sequence, position = tl.load(p_sequence + i_row), tl.load(p_position + i_row)
+    i_row = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    sequence = tl.load(p_sequence + i_row)
+    position = tl.load(p_position + i_row)
     w0, w1, w2, w3 = words(seed, sequence, position, i_block * (BLOCK // 4) + tl.arange(0, BLOCK // 4))
     # token v takes word v mod 4 of quad v div 4
     word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -77,7 +80,8 @@ def _best_of_blocks(
 
 @triton.jit
 def _best_of_row(p_value, p_token, p_out, blocks, BLOCKS: tl.constexpr):
-    i_row, i_block = tl.program_id(0), tl.arange(0, BLOCKS)
+    i_row = tl.program_id(0)
+    i_block = tl.arange(0, BLOCKS)
     m_in = i_block < blocks
     value = tl.load(p_value + i_row * blocks + i_block, m_in, other=float("-inf"))
     token = tl.load(p_token + i_row * blocks + i_block, m_in, other=0x7FFFFFFF)
@@ -107,9 +111,17 @@ def gumbel_argmax(logits: Tensor, seed: int, sequence: Tensor, position: Tensor)
     value = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     token = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     _best_of_blocks[rows, blocks](
-        logits, sequence.contiguous(), position.contiguous(), value, token, seed, vocab_size, logits.stride(0), BLOCK
+        p_logits=logits,
+        p_sequence=sequence.contiguous(),
+        p_position=position.contiguous(),
+        p_value=value,
+        p_token=token,
+        seed=seed,
+        vocab_size=vocab_size,
+        stride_row=logits.stride(0),
+        BLOCK=BLOCK,
     )
-    _best_of_row[(rows,)](value, token, out, blocks, power_of_2(blocks))
+    _best_of_row[(rows,)](p_value=value, p_token=token, p_out=out, blocks=blocks, BLOCKS=power_of_2(blocks))
     return out
 
 

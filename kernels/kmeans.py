@@ -38,9 +38,20 @@ ITERATIONS = 10  # of Lloyd's algorithm, at most
 
 @triton.jit
 def _products(
-    p_x, p_valid, p_count, p_product, width, features, stride_x_set, stride_x_t, stride_v_set,
-    WIDE: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, FULL: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_valid,
+    p_count,
+    p_product,
+    width,
+    features,
+    stride_x_set,
+    stride_x_t,
+    stride_v_set,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    FULL: tl.constexpr,
+):
     """x_i·x_j of a block of members with another: float32 [P, WIDE, WIDE], 0 where no member is."""
     i_set = tl.program_id(0).to(tl.int64)
     p_valid += i_set * stride_v_set
@@ -54,14 +65,16 @@ def _products(
     m_row = tl.load(p_valid + row, row < width, other=0) != 0
     m_column = tl.load(p_valid + column, column < width, other=0) != 0
     p_x += i_set * stride_x_set
-    p_row, p_column = p_x + row[:, None] * stride_x_t, p_x + column[:, None] * stride_x_t
+    p_row = p_x + row[:, None] * stride_x_t
+    p_column = p_x + column[:, None] * stride_x_t
     product = tl.zeros((BLOCK, BLOCK), tl.float32)
     for start in range(0, features, DEPTH):
         feature = start + tl.arange(0, DEPTH)
         a = tl.load(p_row + feature, m_row[:, None] & (feature < features), other=0.0)
         b = tl.load(p_column + feature, m_column[:, None] & (feature < features), other=0.0)
         if FULL:
-            a, b = a.to(tl.float32), b.to(tl.float32)
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         product = tl.dot(a, tl.trans(b), product, input_precision="ieee")
     o_row = (i_set * WIDE + row[:, None]) * WIDE
     tl.store(p_product + o_row + column, product)
@@ -113,29 +126,61 @@ def _fill(label, own, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
 def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
     """The survivors of one set, fewer than its members: 1 or 0, int32 [WIDE].
 
+    If one member has to go, it is found at once. Otherwise centroids are picked, Lloyd's rounds follow until no
+    member moves, and the nearest member of each cluster survives.
+
     p_product: products of the members, float32 [WIDE, WIDE]; valid: bool [WIDE]; k: how many survive.
     """
     t = tl.arange(0, WIDE)
     norm = tl.load(p_product + t * (WIDE + 1))
-
-    # If one member has to go, it is the later one of the two that are nearest to each other. Whichever of the two is
-    # picked first, the other is nearer to this pick than any other member to its nearest pick. So it would be picked
-    # last, and is not picked. Lloyd's rounds then move no member. The two are equally far from their mean, so the
-    # earlier one stays. If several pairs are equally near, the order of the picks decides.
-    one, later = tl.full((), 0, tl.int32), tl.full((), -1, tl.int32)
+    one = tl.full((), 0, tl.int32)
+    later = tl.full((), -1, tl.int32)
     if tl.sum(valid.to(tl.int32)) == k + 1:
-        near = tl.full((WIDE,), float("inf"), tl.float32)
-        for start in range(0, WIDE, AT_ONCE):
-            row = start + tl.arange(0, AT_ONCE)
-            other = (tl.gather(valid.to(tl.int32), row, 0)[:, None] > 0) & (row[:, None] != t[None, :])
-            near = tl.minimum(near, tl.min(tl.where(other, _distances(p_product, norm, row, WIDE), float("inf")), 0))
-        least = tl.min(tl.where(valid, near, float("inf")), 0)
-        pair = valid & (near == least)
-        one = (tl.sum(pair.to(tl.int32)) == 2).to(tl.int32)
-        later = tl.max(tl.where(pair, t, -1), 0)
+        one, later = _nearest_pair(p_product, norm, valid, WIDE, AT_ONCE)
     k = tl.where(one > 0, 0, k)
 
-    # The member nearest to the mean, then the farthest ones: each is a centroid, and members nearer to it join it.
+    near, label = _pick(p_product, norm, valid, k, WIDE, AT_ONCE)
+    label = _fill(label, near, k, WIDE, AT_ONCE)
+    i_round = 1
+    moved = 1 - one
+    while (i_round < ITERATIONS) & (moved > 0):
+        near, now = _join(p_product, norm, valid, label, k, WIDE, AT_ONCE)
+        now = _fill(now, near, k, WIDE, AT_ONCE)
+        moved = tl.sum((now != label).to(tl.int32))
+        label = now
+        i_round += 1
+    kept = _survivors(p_product, norm, label, k, WIDE, AT_ONCE)
+    return tl.where(one > 0, (valid & (t != later)).to(tl.int32), (kept > 0).to(tl.int32))
+
+
+@triton.jit
+def _nearest_pair(p_product, norm, valid, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Whether exactly one pair of members is nearest to each other, 1 or 0, and the later one of the pair.
+
+    If one member has to go, it is this one. Whichever of the two is picked first, the other is nearer to this pick
+    than any other member to its nearest pick. So it would be picked last, and is not picked. Lloyd's rounds then move
+    no member. The two are equally far from their mean, so the earlier one stays. If several pairs are equally near,
+    the order of the picks decides.
+    """
+    t = tl.arange(0, WIDE)
+    near = tl.full((WIDE,), float("inf"), tl.float32)
+    for start in range(0, WIDE, AT_ONCE):
+        row = start + tl.arange(0, AT_ONCE)
+        other = (tl.gather(valid.to(tl.int32), row, 0)[:, None] > 0) & (row[:, None] != t[None, :])
+        distance = _distances(p_product, norm, row, WIDE)
+        near = tl.minimum(near, tl.min(tl.where(other, distance, float("inf")), 0))
+    least = tl.min(tl.where(valid, near, float("inf")), 0)
+    pair = valid & (near == least)
+    return (tl.sum(pair.to(tl.int32)) == 2).to(tl.int32), tl.max(tl.where(pair, t, -1), 0)
+
+
+@triton.jit
+def _pick(p_product, norm, valid, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The first K centroids: the member nearest to the mean, then the farthest ones. Members nearer to it join it.
+
+    Returns each member's distance to its centroid, float32 [WIDE], and its cluster, int32 [WIDE], −1 without one.
+    """
+    t = tl.arange(0, WIDE)
     far = tl.zeros((WIDE,), tl.float32)
     for start in range(0, WIDE, AT_ONCE):
         row = start + tl.arange(0, AT_ONCE)
@@ -150,28 +195,32 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
         label = tl.where(valid & (new < near), i, label)
         near = tl.minimum(near, new)
         far = near
-    label = _fill(label, near, k, WIDE, AT_ONCE)
+    return near, label
 
-    i_round, moved = 1, 1 - one
-    while (i_round < ITERATIONS) & (moved > 0):
-        near = tl.full((WIDE,), float("inf"), tl.float32)
-        now = tl.full((WIDE,), -1, tl.int32)
-        for start in range(0, k, AT_ONCE):
-            cluster = start + tl.arange(0, AT_ONCE)
-            member = (cluster[:, None] == label[None, :]).to(tl.float32)
-            total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
-            size = tl.sum(member, 1)[:, None]
-            spread = tl.sum(total * member, 1)[:, None]
-            d = tl.div_rn(size * total - spread / 2, tl.maximum(size * size, 1.0))
-            d = tl.where(size > 0, d, float("inf"))  # of K clusters none is empty
-            least = tl.min(d, 0)
-            now = tl.where(valid & (least < near), start + tl.argmin(d, 0), now)
-            near = tl.minimum(near, least)
-        now = _fill(now, near, k, WIDE, AT_ONCE)
-        moved = tl.sum((now != label).to(tl.int32))
-        label = now
-        i_round += 1
 
+@triton.jit
+def _join(p_product, norm, valid, label, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """One of Lloyd's rounds: each member's distance to the nearest mean of a cluster, and this cluster."""
+    near = tl.full((WIDE,), float("inf"), tl.float32)
+    now = tl.full((WIDE,), -1, tl.int32)
+    for start in range(0, k, AT_ONCE):
+        cluster = start + tl.arange(0, AT_ONCE)
+        member = (cluster[:, None] == label[None, :]).to(tl.float32)
+        total = _totals(p_product, norm, label, cluster, WIDE, AT_ONCE)
+        size = tl.sum(member, 1)[:, None]
+        spread = tl.sum(total * member, 1)[:, None]
+        d = tl.div_rn(size * total - spread / 2, tl.maximum(size * size, 1.0))
+        d = tl.where(size > 0, d, float("inf"))  # of K clusters none is empty
+        least = tl.min(d, 0)
+        now = tl.where(valid & (least < near), start + tl.argmin(d, 0), now)
+        near = tl.minimum(near, least)
+    return near, now
+
+
+@triton.jit
+def _survivors(p_product, norm, label, k, WIDE: tl.constexpr, AT_ONCE: tl.constexpr):
+    """The member of each cluster that is nearest to the centroid: above 0, int32 [WIDE]."""
+    t = tl.arange(0, WIDE)
     kept = tl.zeros((WIDE,), tl.int32)
     for start in range(0, k, AT_ONCE):
         cluster = start + tl.arange(0, AT_ONCE)
@@ -184,14 +233,21 @@ def chosen(p_product, valid, k, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT
             total = tl.where(size[:, None] == 2, 0.0, total)
         nearest = tl.argmin(tl.where(member, total, float("inf")), 1)
         kept += tl.sum((member & (nearest[:, None] == t[None, :])).to(tl.int32), 0)
-    return tl.where(one > 0, (valid & (t != later)).to(tl.int32), (kept > 0).to(tl.int32))
+    return kept
 
 
 @triton.jit
 def _cluster(
-    p_product, p_valid, p_count, p_kept, width, stride_v_set,
-    ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    p_product,
+    p_valid,
+    p_count,
+    p_kept,
+    width,
+    stride_v_set,
+    ITERATIONS: tl.constexpr,
+    WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     i_set = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, WIDE)
     p_valid += i_set * stride_v_set
@@ -221,19 +277,39 @@ def kmeans(x: Tensor, valid: Tensor, count: Tensor) -> Tensor:
     if not kept.numel():
         return kept
     x, valid = (y if y.stride(-1) == 1 else y.contiguous() for y in (x, valid))
-    flags, count = valid.view(torch.uint8), count.to(torch.int32).contiguous()
+    flags = valid.view(torch.uint8)
+    count = count.to(torch.int32).contiguous()
     wide = max(16, power_of_2(width))
     product = torch.empty(sets, wide, wide, dtype=torch.float32, device=x.device)
     block = min(BLOCK, wide)
     full = INTERPRETED or x.dtype == torch.float32
     _products[sets, wide // block, wide // block](
-        x, flags, count, product, width, features, *x.stride()[:2], flags.stride(0),
-        WIDE=wide, BLOCK=block, DEPTH=DEPTH[x.dtype == torch.float32], FULL=full,
-    )  # fmt: skip
+        p_x=x,
+        p_valid=flags,
+        p_count=count,
+        p_product=product,
+        width=width,
+        features=features,
+        stride_x_set=x.stride(0),
+        stride_x_t=x.stride(1),
+        stride_v_set=flags.stride(0),
+        WIDE=wide,
+        BLOCK=block,
+        DEPTH=DEPTH[x.dtype == torch.float32],
+        FULL=full,
+    )
     _cluster[(sets,)](
-        product, flags, count, kept.view(torch.uint8), width, flags.stride(0),
-        ITERATIONS=ITERATIONS, WIDE=wide, AT_ONCE=at_once(wide), num_warps=warps(wide),
-    )  # fmt: skip
+        p_product=product,
+        p_valid=flags,
+        p_count=count,
+        p_kept=kept.view(torch.uint8),
+        width=width,
+        stride_v_set=flags.stride(0),
+        ITERATIONS=ITERATIONS,
+        WIDE=wide,
+        AT_ONCE=at_once(wide),
+        num_warps=warps(wide),
+    )
     return kept
 
 

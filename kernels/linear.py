@@ -47,21 +47,41 @@ TILE_BYTES = 16384  # of W
 PROGRAMS = 128  # the block of columns is narrowed until there are this many: about one for each SM
 WIDEST = {False: 128, True: 64}  # columns of a program, for W with dense rows and with dense columns
 ONE_ROW = 32  # columns of a program for one row; twice that where there are MANY columns with dense rows
-MANY, LONG = 16384, 8192  # columns; rows of W from which tiles are twice as large
+MANY = 16384  # columns
+LONG = 8192  # rows of W from which tiles are twice as large
 NARROWEST = 16  # 32 bytes, a sector
-FEW_PROGRAMS, LONG_SUM = 64, 4096  # fewer programs with longer sums are split
-WARPS, STAGES = 4, 5  # tensor cores make 8 columns a warp, so 4 are enough for 32
+FEW_PROGRAMS = 64  # if there are fewer,
+LONG_SUM = 4096  # sums that are longer are split
+WARPS = 4  # tensor cores make 8 columns a warp, so 4 are enough for 32
+STAGES = 5
 WIDE_DOT_K = 32  # for float32, which tensor cores do not take unrounded: operands are in registers, whole
 
 
 @triton.jit
 def _few_rows(
-    p_x, p_weight, p_bias, p_out, rows, inner, columns, span,
-    stride_x_row, stride_x_k, stride_k, stride_n, stride_bias,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    i_block, i_part = tl.program_id(0), tl.program_id(1)
-    b_n, b_k = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    p_x,
+    p_weight,
+    p_bias,
+    p_out,
+    rows,
+    inner,
+    columns,
+    span,
+    stride_x_row,
+    stride_x_k,
+    stride_k,
+    stride_n,
+    stride_bias,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    i_block = tl.program_id(0)
+    i_part = tl.program_id(1)
+    b_n = tl.arange(0, BLOCK_N)
+    b_k = tl.arange(0, BLOCK_K)
     column = i_block * BLOCK_N + b_n
     m_n = column < columns
     i_row = tl.arange(0, ROWS)
@@ -81,7 +101,8 @@ def _few_rows(
             o_x = i_row[:, None] * stride_x_row + (k + b_k)[None, :] * stride_x_k
             x = tl.load(p_x + o_x, (i_row < rows)[:, None] & m_k[None, :], other=0)  # [ROWS, BLOCK_K]
             if WIDEN:
-                x, weight = x.to(tl.float32), weight.to(tl.float32)
+                x = x.to(tl.float32)
+                weight = weight.to(tl.float32)
             total = tl.dot(x, weight, total, input_precision="ieee")
         p_weight += BLOCK_K * stride_k
     if ROWS == 1:
@@ -95,7 +116,8 @@ def _few_rows(
 
 @triton.jit
 def _add_parts(p_parts, p_bias, p_out, rows, columns, stride_bias, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
-    i_row, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    i_row = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_in = column < columns
     total = tl.zeros([BLOCK], tl.float32)
     for i_part in tl.static_range(SPLIT):
@@ -119,7 +141,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [N, out] in the dtype of `x`.
     """
-    (rows, inner), columns = x.shape, weight.shape[1]
+    rows, inner = x.shape
+    columns = weight.shape[1]
     if not 0 < rows <= FEW_ROWS or inner == 0 or columns == 0:
         return x @ weight if bias is None else torch.addmm(bias, x, weight)
     return few_rows(x, weight, bias, blocks(rows, inner, columns, weight.stride(0) == 1, weight.element_size()))
@@ -127,7 +150,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Blocks) -> Tensor:
     """`linear` for 1 to 16 rows, divided as `cut` says. A sweep over `tune_candidates` calls it."""
-    (rows, inner), columns = x.shape, weight.shape[1]
+    rows, inner = x.shape
+    columns = weight.shape[1]
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     if bias is not None and bias.stride(-1) != 1:
         bias = bias.contiguous()
@@ -136,13 +160,37 @@ def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Blocks) -> Ten
     parts = out if whole else torch.empty(cut.split, rows, columns, dtype=torch.float32, device=x.device)
     span = triton.cdiv(triton.cdiv(inner, cut.split), cut.k) * cut.k  # of the sum, for a part
     _few_rows[triton.cdiv(columns, cut.n), cut.split](
-        x, weight, bias if whole else None, parts, rows, inner, columns, span,
-        x.stride(0), x.stride(1), weight.stride(0), weight.stride(1), stride_bias,
-        1 if rows == 1 else FEW_ROWS, cut.k, cut.n, cut.stages, INTERPRETED, num_warps=cut.warps,
-    )  # fmt: skip
+        p_x=x,
+        p_weight=weight,
+        p_bias=bias if whole else None,
+        p_out=parts,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        span=span,
+        stride_x_row=x.stride(0),
+        stride_x_k=x.stride(1),
+        stride_k=weight.stride(0),
+        stride_n=weight.stride(1),
+        stride_bias=stride_bias,
+        ROWS=1 if rows == 1 else FEW_ROWS,
+        BLOCK_K=cut.k,
+        BLOCK_N=cut.n,
+        STAGES=cut.stages,
+        WIDEN=INTERPRETED,
+        num_warps=cut.warps,
+    )
     if not whole:
         _add_parts[rows, triton.cdiv(columns, BLOCK)](
-            parts, bias, out, rows, columns, stride_bias, cut.split, BLOCK, num_warps=2
+            p_parts=parts,
+            p_bias=bias,
+            p_out=out,
+            rows=rows,
+            columns=columns,
+            stride_bias=stride_bias,
+            SPLIT=cut.split,
+            BLOCK=BLOCK,
+            num_warps=2,
         )
     return out
 

@@ -29,9 +29,10 @@ rate of the tensor cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,7 +41,7 @@ from torch import Tensor
 
 from minithink.kernels import _mass, _parts
 from minithink.kernels._common import INTERPRETED, Variant, side_by_side
-from minithink.kernels._layout import Cache, cache, example, half, ring_half, words
+from minithink.kernels._layout import Cache, Half, cache, example, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
     PLAIN_NUMBERS,
@@ -58,14 +59,213 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 
 
+class Memory(NamedTuple):
+    """The keys, or the values, of one format: where the store keeps them. Offsets in it count as their Half does."""
+
+    codes: Any  # pointer to the words of codes
+    params: Any  # pointer to the parameters that lie beside the codes
+    rows: Any  # keys by token: pointer to the rows of scales
+    row_of: Any  # keys by token: pointer to each place's row of scales
+    lane: Any  # which of its unit's lanes is read
+    tensor_scale: Any  # float32
+
+
+class Tile(NamedTuple):
+    """The tokens of one block, and where they lie: [T] each."""
+
+    place: Any  # int32
+    page: Any  # int64
+    slot: Any  # int32
+    held: Any  # bool: whether there is a token
+
+
+@triton.jit(do_not_specialize=PLAIN_NUMBERS)
+def _attend(
+    p_q,
+    p_parts,
+    p_part_lse,
+    p_seen,
+    p_top,
+    p_rows,
+    p_place,
+    p_column,
+    p_count,
+    p_k,
+    p_v,
+    p_k_params,
+    p_v_params,
+    p_k_rows,
+    p_row_of,
+    p_k_scale,
+    p_v_scale,
+    p_ring,
+    softmax_scale,
+    layer,
+    table_layer,
+    first_part,
+    parts,
+    width,
+    listed,
+    rows,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMATS: tl.constexpr,
+    IN_RING: tl.constexpr,
+    SEEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One part of one lane: flash attention of the query heads of one KV head over `part_length` tokens.
+
+    The program finds the part's tokens in the lane's list and reads the query heads. Then it takes one block of
+    tokens after the other: it finds their pages, reads the keys, computes logits, updates the running softmax, and
+    adds the values with their weights. At the end it writes the part's output and its log-sum-exp.
+
+    p_q: [N, Hq, D].
+    p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2. The first part is `first_part`.
+    p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
+        p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": neither is written.
+    p_rows: int64 [N], the rows of the store that are read.
+    p_place, p_column, p_count: with FORMATS the results of `by_format`, of which the program takes the FORMAT-th;
+        without FORMATS the store's whole lists and their lengths. They have `listed` columns.
+    p_k, p_v, p_k_params, p_v_params, p_k_rows: from `words` of `_layout.py`.
+    p_row_of: each place's row of key scales.
+    p_k_scale, p_v_scale: float32 [L, B], tensor scales of this format.
+    p_ring: [L, B, Hkv, R, 2, D].
+    rows: B, the store's rows.
+    """
+    if C.overlap:
+        tl.extra.cuda.gdc_launch_dependents()  # `_merge` may start now; it waits on the GPU for the parts
+    # Blocks begin where groups of keys by token do.
+    GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
+    tl.static_assert(
+        not (GROUPED and SEEN == "relative"), "blocks that begin early have no place of their own in p_top"
+    )
+    i_lane = tl.program_id(0)
+    i_part = tl.program_id(1)
+    i_n = i_lane // C.kv_heads
+    i_head = i_lane % C.kv_heads
+    i_row = tl.load(p_rows + i_n)
+
+    # The part: tokens start … end − 1 of the lane's list.
+    o_list, count = _tokens_of_lane(p_count, table_layer, i_n, i_row, i_head, listed, rows, C, FORMAT, FORMATS)
+    if FORMATS > 0:
+        p_column += o_list
+    p_place += o_list
+    start, end = _tokens_of_part(i_part, count, C, IN_RING)
+    if start >= end:  # the same as start >= count; so the compiler knows that the loop below is run
+        return
+
+    # The query heads of the KV head, and the factor that makes their products base-2 logits.
+    group = tl.arange(0, C.block_g)
+    m_head = group < C.group
+    head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
+    q, factor = _read_query(p_q, head, m_head, C, K)
+    lane = layer * C.layer_lanes + i_head * C.head_lanes
+    k_scale = tl.load(p_k_scale + layer * rows + i_row)
+    v_scale = tl.load(p_v_scale + layer * rows + i_row)
+    factor = factor * (softmax_scale * _LOG2E)
+    if K.fast and K.kind != "ternary" and K.kind != "int":  # which have no tensor scale
+        factor = factor * k_scale
+    keys = Memory(p_k, p_k_params, p_k_rows, p_row_of, lane, k_scale)
+    values = Memory(p_v, p_v_params, p_v_params, p_row_of, lane, v_scale)
+
+    # The running softmax, in base 2: the largest logit, the sum of the weights, the sum of the weighted values.
+    top = tl.full([C.block_g], float("-inf"), tl.float32)
+    total = tl.zeros([C.block_g], tl.float32)
+    acc = _no_values(C, V)
+    first = start
+    if GROUPED:
+        first = _begin_of_group(p_place, p_row_of, start, end, K)
+    for t0 in range(first, end, BLOCK_T):
+        # Find the pages. Compare with an offset in the block: an offset in the lane would be a loop counter of 64
+        # bits.
+        within = tl.arange(0, BLOCK_T)
+        held = within < end - t0
+        if GROUPED:
+            held = held & (within >= start - t0)
+        t = t0 + within
+        place = tl.load(p_place + t, held, other=0)
+
+        # Read the keys and the values, and multiply the keys with the query heads.
+        if IN_RING:
+            ring = ((layer * rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring
+            k, v = _read_ring(p_ring, ring, place, held, C, K)
+        else:
+            tile = _find_pages(place, held, C)
+            if GROUPED:
+                s = _grouped_logits(q, keys, tile, K, C.dtype)
+            else:
+                k = _read_keys(keys, tile, K, C.dtype)
+            v = _read_values(values, tile, V, C.dtype)
+        if not GROUPED:
+            s = _logits(q, k, K.planes)
+        s = tl.where(held[None, :], s * factor, float("-inf"))
+        column = t
+        if SEEN == "logits" and FORMATS > 0:
+            column = tl.load(p_column + t, held, other=0)
+        o_seen = head[:, None] * (width - 1) + column[None, :]
+        if SEEN == "logits":
+            tl.store(p_seen + o_seen, s, m_head[:, None] & held[None, :])
+
+        # Update the softmax, and add the values.
+        p, rescale, top = _weights(s, top)
+        total = total * rescale + tl.sum(p, 1)
+        if SEEN == "relative":
+            tl.store(p_seen + o_seen, p, m_head[:, None] & held[None, :])
+            tl.store(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t0 // BLOCK_T, top, m_head)
+        acc = _add_values(acc, rescale, p, v, V)
+
+    # The part's output and its log-sum-exp.
+    scale = _scale_of_output(total, v_scale, V)
+    o_part = head * parts + first_part + i_part
+    _write_output(p_parts, o_part, acc, scale, m_head, C, V)
+    tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
+
+
 @triton.jit
-def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
+def _tokens_of_lane(
+    p_count,
+    table_layer,
+    i_n,
+    i_row,
+    i_head,
+    listed,
+    rows,
+    C: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMATS: tl.constexpr,
+):
+    """Where a lane's tokens of the format begin among the lists, int64, and how many they are."""
+    if FORMATS > 0:
+        unit = unit_of_lane(table_layer, i_n, tl.num_programs(0) // C.kv_heads, i_head, C)
+        begin, count = of_format(p_count, unit, FORMAT, True, FORMATS)
+    else:
+        unit = unit_of_lane(table_layer, i_row, rows, i_head, C)
+        begin = 0
+        count = tl.load(p_count + unit)
+    return unit.to(tl.int64) * listed + begin, count
+
+
+@triton.jit
+def _tokens_of_part(i_part, count, C: tl.constexpr, IN_RING: tl.constexpr):
+    """The first token of a part, and the one behind its last. The ring has one part."""
+    split = part_length(count, C)
+    start = i_part * split
+    end = tl.minimum(start + split, count)
+    if IN_RING:
+        end = count
+    return start, end
+
+
+@triton.jit
+def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
     """The query heads of a group by planes, and the factor of their logits: float32 [G, 1].
 
     For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits.
     """
     PLANES: tl.constexpr = H.planes
-    BLOCK_G: tl.constexpr = C.block_g
     word = tl.arange(0, H.block)[None, :]
     m = m_head[:, None] & (word < H.words)
     q = ()
@@ -74,7 +274,7 @@ def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
         if _INTERPRETED:
             x = x.to(tl.float32)
         q = q + (x,)
-    factor = tl.full([BLOCK_G, 1], 1.0, tl.float32)
+    factor = tl.full([C.block_g, 1], 1.0, tl.float32)
     if H.fast:
         largest = tl.max(tl.abs(q[0].to(tl.float32)), 1)
         for i in tl.static_range(1, PLANES):
@@ -92,6 +292,84 @@ def _query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
+def _begin_of_group(p_place, p_row_of, start, end, H: tl.constexpr):
+    """Where the group of token `start` begins: at `start` or before.
+
+    Groups of keys by token have one row of scales. Blocks begin early, so that none cuts through a group. If tokens
+    of a group were evicted, later groups are shifted all the same.
+    """
+    near = start + tl.arange(0, H.group)
+    place = tl.load(p_place + near, near < end, other=-1)
+    row = tl.load(p_row_of + place, place >= 0, other=-1)
+    own = tl.max(tl.where(near == start, row, -1), 0)
+    left = tl.sum((row == own).to(tl.int32), 0)  # tokens of the group that are not before `start`
+    return start - (H.group - left) % H.group
+
+
+@triton.jit
+def _find_pages(place, held, C: tl.constexpr):
+    """The Tile of the tokens at these places."""
+    page = (place // C.most).to(tl.int64)
+    return Tile(place, page, place % C.most, held)
+
+
+@triton.jit
+def _read_ring(p_ring, o_lane, place, held, C: tl.constexpr, H: tl.constexpr):
+    """Keys and values of a block of tokens in the ring, as one plane each: [T, H.block]. o_lane: where the lane's
+    tokens begin; place: −1 for its first token, −2 for the next."""
+    token = o_lane + (-1 - place)
+    channel = tl.arange(0, H.block)[None, :]
+    m_kv = held[:, None] & (channel < C.dim)
+    o_k = token[:, None] * (2 * C.dim) + channel
+    k = tl.load(p_ring + o_k, m_kv, other=0)
+    v = tl.load(p_ring + o_k + C.dim, m_kv, other=0)
+    if _INTERPRETED:
+        k = k.to(tl.float32)
+        v = v.to(tl.float32)
+    return (k,), (v,)
+
+
+@triton.jit
+def _load_words(memory, tile, H: tl.constexpr):
+    """The words of codes of a Tile's tokens: [T, H.block]."""
+    o_codes = tile.page * H.page + (tile.slot * H.slot + memory.lane * H.lane + H.start)
+    return load_codes(memory.codes, o_codes, tile.held, H)
+
+
+@triton.jit
+def _beside_codes(memory, tile, H: tl.constexpr):
+    """Where each token's parameters begin: int64 [T]."""
+    return tile.page * H.side_page + (tile.slot * H.side_slot + memory.lane * H.side_lane + H.side_start)
+
+
+@triton.jit
+def _row_of_scales(keys, tile, H: tl.constexpr):
+    """Keys by token: the number of each token's row of scales, int32 [T], −1 without a token; and where it begins."""
+    number = tl.load(keys.row_of + tile.place, tile.held, other=-1)
+    return number, number.to(tl.int64) * H.row + keys.lane * H.row_lane
+
+
+@triton.jit
+def _read_keys(keys, tile, H: tl.constexpr, DTYPE: tl.constexpr):
+    """The keys of a Tile's tokens, by planes: [T, H.block] each."""
+    o_row = tile.page  # is not read, unless keys are by token
+    if H.by_token:
+        _, o_row = _row_of_scales(keys, tile, H)
+    raw = _load_words(keys, tile, H)
+    o_params = _beside_codes(keys, tile, H)
+    return planes(raw, keys.params, keys.rows, o_params, o_row, tile.held, keys.tensor_scale, H, DTYPE, True)
+
+
+@triton.jit
+def _read_values(values, tile, H: tl.constexpr, DTYPE: tl.constexpr):
+    """The values of a Tile's tokens, by planes: [T, H.block] each."""
+    raw = _load_words(values, tile, H)
+    o_params = _beside_codes(values, tile, H)
+    o_row = tile.page  # is not read
+    return planes(raw, values.params, values.rows, o_params, o_row, tile.held, values.tensor_scale, H, DTYPE, True)
+
+
+@triton.jit
 def _logits(q, k, PLANES: tl.constexpr):
     """Σ over planes of q · kᵀ: float32 [G, T]."""
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
@@ -101,164 +379,97 @@ def _logits(q, k, PLANES: tl.constexpr):
 
 
 @triton.jit
-def _grouped_logits(q, raw, p_rows, number, row, o_lane, m_token, H: tl.constexpr, DTYPE: tl.constexpr):
+def _grouped_logits(q, keys, tile, H: tl.constexpr, DTYPE: tl.constexpr):
     """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own scales if
-    evictions have left tokens of several groups in one place.
-
-    raw: from `load_codes`. number: int32 [T], each token's row of scales, −1 without a token; row: where it begins.
-    """
+    evictions have left tokens of several groups in one place."""
+    number, o_row = _row_of_scales(keys, tile, H)
+    raw = _load_words(keys, tile, H)
     numbers = number.reshape([raw.shape[0] // H.group, H.group])
     common = tl.max(numbers, 1)  # the row of scales that all tokens of a group share, if none was evicted
     strange = (numbers != common[:, None]) & (numbers >= 0)
     if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
-        k = planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, True)
+        k = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, True)
         s = _logits(q, k, H.planes)
     else:
-        points = planes(raw, p_rows, p_rows, row, row, m_token, 1.0, H, DTYPE, False)
-        k = times_rows(points, p_rows + common.to(tl.int64) * H.row + o_lane * H.row_lane, common >= 0, H)
+        points = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, False)
+        o_common = common.to(tl.int64) * H.row + keys.lane * H.row_lane
+        k = times_rows(points, keys.rows + o_common, common >= 0, H)
         s = _logits(q, k, H.planes)
     return s
 
 
-@triton.jit(do_not_specialize=PLAIN_NUMBERS)
-def _attend(
-    p_q, p_parts, p_part_lse, p_seen, p_top, p_rows, p_place, p_column, p_count, p_k, p_v,
-    p_k_params, p_v_params, p_k_rows, p_row_of, p_k_scale, p_v_scale, p_ring, softmax_scale, layer, table_layer,
-    first_part, parts, width, listed, rows,
-    C: tl.constexpr, K: tl.constexpr, V: tl.constexpr, FORMAT: tl.constexpr, FORMATS: tl.constexpr,
-    IN_RING: tl.constexpr, SEEN: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """One part of one lane.
+@triton.jit
+def _weights(s, top):
+    """A step of the running softmax in base 2.
 
-    p_place, p_column, p_count: with FORMATS the results of `by_format`, of which the program takes the FORMAT-th;
-        without FORMATS the store's whole lists and their lengths. They have `listed` columns.
-    p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2.
-    rows: B, the store's rows.
-    p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
-        p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": neither is written.
+    s: [G, T], logits, −∞ without a token; top: [G], the largest logit of the blocks before, −∞ before the first.
+
+    Returns exp2(s − new top) [G, T], the factor that earlier sums get [G] (0 for the empty sum), and the new top.
     """
-    if C.overlap:
-        tl.extra.cuda.gdc_launch_dependents()  # `_merge` may start now; it waits on the GPU for the parts
-    K_PLANES: tl.constexpr = K.planes
-    V_PLANES: tl.constexpr = V.planes
-    V_BLOCK: tl.constexpr = V.block
-    BLOCK_G: tl.constexpr = C.block_g
-    DTYPE: tl.constexpr = C.dtype
-    GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
-    tl.static_assert(
-        not (GROUPED and SEEN == "relative"), "blocks that begin early have no place of their own in p_top"
-    )
-    i_lane, i_part = tl.program_id(0), tl.program_id(1)
-    i_n, i_head = i_lane // C.kv_heads, i_lane % C.kv_heads
-    i_row = tl.load(p_rows + i_n)
-    if FORMATS > 0:
-        unit = unit_of_lane(table_layer, i_n, tl.num_programs(0) // C.kv_heads, i_head, C)
-        begin, count = of_format(p_count, unit, FORMAT, True, FORMATS)
-        p_column += unit.to(tl.int64) * listed + begin
-    else:
-        unit = unit_of_lane(table_layer, i_row, rows, i_head, C)
-        begin, count = 0, tl.load(p_count + unit)
-    p_place += unit.to(tl.int64) * listed + begin
-    split = part_length(count, C)
-    start = i_part * split
-    end = tl.minimum(start + split, count)
-    if IN_RING:  # one part
-        end = count
-    if start >= end:  # the same as start >= count; so the compiler knows that the loop below is run
-        return
-    group = tl.arange(0, BLOCK_G)
-    m_head = group < C.group
-    head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
-    q, factor = _query(p_q, head, m_head, C, K)
-    o_lane = layer * C.layer_lanes + i_head * C.head_lanes
-    k_scale = tl.load(p_k_scale + layer * rows + i_row)
-    v_scale = tl.load(p_v_scale + layer * rows + i_row)
-    factor = factor * (softmax_scale * _LOG2E)
-    if K.fast and K.kind != "ternary" and K.kind != "int":  # which have no tensor scale
-        factor = factor * k_scale
-    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
+    new = tl.maximum(top, tl.max(s, 1))
+    shift = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - shift[:, None])
+    rescale = tl.exp2(top - shift)
+    return p, rescale, new
+
+
+@triton.jit
+def _no_values(C: tl.constexpr, H: tl.constexpr):
+    """The sum of no values, by planes: float32 zeros [G, H.block] each."""
+    PLANES: tl.constexpr = H.planes
     acc = ()
-    for _ in tl.static_range(V_PLANES):
-        acc = acc + (tl.zeros([BLOCK_G, V_BLOCK], tl.float32),)
+    for _ in tl.static_range(PLANES):
+        acc = acc + (tl.zeros([C.block_g, H.block], tl.float32),)
+    return acc
 
-    first = start
-    if GROUPED:
-        # Groups of keys by token have one row of scales. Begin early, so that no block cuts through a group. If
-        # tokens of a group were evicted, later groups are shifted all the same.
-        near = start + tl.arange(0, K.group)
-        lies = tl.load(p_place + near, near < end, other=-1)
-        lie_in = tl.load(p_row_of + lies, lies >= 0, other=-1)
-        own = tl.max(tl.where(near == start, lie_in, -1), 0)
-        start -= (K.group - tl.sum((lie_in == own).to(tl.int32), 0)) % K.group
-    for t0 in range(start, end, BLOCK_T):
-        # Compare with an offset in the block: an offset in the lane would be a loop counter of 64 bits.
-        within = tl.arange(0, BLOCK_T)
-        m_t = within < end - t0
-        if GROUPED:
-            m_t = m_t & (within >= first - t0)
-        t = t0 + within
-        place = tl.load(p_place + t, m_t, other=0)
-        if IN_RING:
-            # [L, B, Hkv, R, 2, D]
-            index = ((layer * rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
-            channel = tl.arange(0, K.block)[None, :]
-            m_kv = m_t[:, None] & (channel < C.dim)
-            o_k = index[:, None] * (2 * C.dim) + channel
-            x_k, x_v = tl.load(p_ring + o_k, m_kv, other=0), tl.load(p_ring + o_k + C.dim, m_kv, other=0)
-            if _INTERPRETED:
-                x_k, x_v = x_k.to(tl.float32), x_v.to(tl.float32)
-            k, v = (x_k,), (x_v,)
-        else:
-            page, slot = (place // C.most).to(tl.int64), place % C.most
-            row = page
-            if K.by_token:
-                number = tl.load(p_row_of + place, m_t, other=-1)
-                row = number.to(tl.int64) * K.row + o_lane * K.row_lane
-            raw = load_codes(p_k, page * K.page + (slot * K.slot + o_lane * K.lane + K.start), m_t, K)
-            if GROUPED:
-                s = _grouped_logits(q, raw, p_k_rows, number, row, o_lane, m_t, K, DTYPE)
-            else:
-                o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-                k = planes(raw, p_k_params, p_k_rows, o_side, row, m_t, k_scale, K, DTYPE, True)
-            raw = load_codes(p_v, page * V.page + (slot * V.slot + o_lane * V.lane + V.start), m_t, V)
-            o_side = page * V.side_page + (slot * V.side_slot + o_lane * V.side_lane + V.side_start)
-            v = planes(raw, p_v_params, p_v_params, o_side, row, m_t, v_scale, V, DTYPE, True)
-        if not GROUPED:
-            s = _logits(q, k, K_PLANES)
-        s = tl.where(m_t[None, :], s * factor, float("-inf"))
-        column = t
-        if SEEN == "logits" and FORMATS > 0:
-            column = tl.load(p_column + t, m_t, other=0)
-        o_seen = head[:, None] * (width - 1) + column[None, :]
-        if SEEN == "logits":
-            tl.store(p_seen + o_seen, s, m_head[:, None] & m_t[None, :])
-        # The running softmax, in base 2. The first top is −∞, so the empty sum before it gets weight 0.
-        new = tl.maximum(top, tl.max(s, 1))
-        shift = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - shift[:, None])
-        rescale = tl.exp2(top - shift)
-        top, total = new, total * rescale + tl.sum(p, 1)
-        if SEEN == "relative":
-            tl.store(p_seen + o_seen, p, m_head[:, None] & m_t[None, :])
-            tl.store(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t0 // BLOCK_T, new, m_head)
-        sums = ()
-        for i in tl.static_range(V_PLANES):
-            sums = sums + (tl.dot(p.to(v[i].dtype), v[i], acc[i] * rescale[:, None], input_precision="ieee"),)
-        acc = sums
 
+@triton.jit
+def _add_values(acc, rescale, p, v, H: tl.constexpr):
+    """acc · rescale + p · v, by planes: float32 [G, H.block] each."""
+    PLANES: tl.constexpr = H.planes
+    sums = ()
+    for i in tl.static_range(PLANES):
+        weights = p.to(v[i].dtype)
+        scaled = acc[i] * rescale[:, None]
+        sums = sums + (tl.dot(weights, v[i], scaled, input_precision="ieee"),)
+    return sums
+
+
+@triton.jit
+def _scale_of_output(total, v_scale, H: tl.constexpr):
+    """What the sum of the weighted values is multiplied with, float32 [G]: 1 / total, and what the fast path has left
+    out of the values."""
     scale = 1 / tl.where(total > 0, total, 1.0)
-    if V.fast and V.kind != "int":
+    if H.fast and H.kind != "int":
         scale = scale * FAST_FACTOR
-        if V.kind != "ternary":
+        if H.kind != "ternary":
             scale = scale * v_scale
-    word = tl.arange(0, V_BLOCK)[None, :]
-    m_out = m_head[:, None] & (word < V.words)
-    o_part = head * parts + first_part + i_part
-    for i in tl.static_range(V_PLANES):
-        o_out = o_part[:, None] * C.dim + word * V.planes + i
+    return scale
+
+
+@triton.jit
+def _write_output(p_parts, o_part, acc, scale, m_head, C: tl.constexpr, H: tl.constexpr):
+    """Write acc · scale, plane by plane. o_part: int64 [G], where the part of each query head lies."""
+    PLANES: tl.constexpr = H.planes
+    word = tl.arange(0, H.block)[None, :]
+    m_out = m_head[:, None] & (word < H.words)
+    for i in tl.static_range(PLANES):
+        o_out = o_part[:, None] * C.dim + word * H.planes + i
         tl.store(p_parts + o_out, acc[i] * scale[:, None], m_out)
-    tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """One launch of `_attend`: the tokens of one format, or of the ring."""
+
+    number: int  # of the format among those that the lists are sorted by; the ring comes last
+    format: int  # of the store; the ring has none, and reads the tensor scales of format 0
+    keys: Half
+    values: Half
+    memory: Sequence[Tensor]  # codes of keys and values, parameters of both, rows of key scales
+    parts: int  # of a lane
+    block: int  # tokens of a block
+    options: dict[str, int]  # of Triton
 
 
 def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
@@ -277,97 +488,226 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
             it was written where `read.into` says.
     """
     store = read.store
-    lists, pages = store.lists, store.pages
+    lists = store.lists
     if store.storage.lag:
         raise ValueError("values that lag behind their keys (Storage.lag) are not read here: use the reference")
-    n, hq, d = q.shape
-    c = in_parts(cache(store), n * store.shape.kv_heads, q.device)
-    width, rows = lists.place.shape[-1], store.shape.rows
-    t, seen = min(layer, lists.place.shape[0] - 1), lists.seen
-    formats, ring = sorted(store.slots.used), store.ring.shape[3] > 0
-    in_format = most_parts(seen, c.base, c.short)
-    parts = len(formats) * in_format + ring
+    n, heads, dim = q.shape
+    q = q.contiguous()
+    lanes = n * store.shape.kv_heads
+    rows = store.shape.rows
+    width = lists.place.shape[-1]
+    table_layer = min(layer, lists.place.shape[0] - 1)
+    constants = in_parts(cache(store), lanes, q.device)
+
+    # The lists are sorted by format if there are several formats, or a ring.
+    formats = sorted(store.slots.used)
+    ring = store.ring.shape[3] > 0
     several = len(formats) if len(formats) > 1 or ring else 0
-    place, column, count = read.by_format if several else (lists.place, lists.place, lists.count)
-    how = "" if group is None else "logits"
-    if how and q.dtype != torch.float32 and not several and group != "max_logit":
-        how = "relative"
+    if several:
+        place, column, count = read.by_format
+    else:
+        place = lists.place
+        column = lists.place
+        count = lists.count
 
-    def scratch(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=q.device)
+    # What the launches write: the parts, and what `_mass.py` needs of the logits.
+    in_format = most_parts(lists.seen, constants.base, constants.short)
+    parts = len(formats) * in_format + ring
+    part = q.new_empty(n, heads, parts, dim, dtype=torch.float32)
+    part_lse = q.new_empty(n, heads, parts, dtype=torch.float32)
+    seen = _what_is_seen(q.dtype, several, group)
+    noted = part_lse  # is not used without `seen`
+    top = part_lse  # likewise
+    if seen:
+        noted = q.new_empty(n, heads, width - 1, dtype=torch.float16 if seen == "relative" else torch.float32)
+        top = q.new_empty(n, heads, triton.cdiv(width - 1, 16), dtype=torch.float32)
 
-    q, part, part_lse = q.contiguous(), scratch(n, hq, parts, d), scratch(n, hq, parts)
-    noted = top = part_lse
-    if how:
-        noted = scratch(n, hq, width - 1, dtype=torch.float16 if how == "relative" else torch.float32)
-        top = scratch(n, hq, -(-(width - 1) // 16))
-
-    # for each format, then for the ring: its number, format, halves and memory, its parts, tokens of a block, options
-    work = list[tuple[Any, ...]]()
-    for i, f in enumerate(formats):
-        k, v = half(store, f, "k", q.dtype), half(store, f, "v", q.dtype)
-        block, options = shape_of_program(c, k, v, n * c.kv_heads)
-        work.append((i, f, k, v, words(store, f, k, v), in_format, block, options))
+    work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
     if ring:
-        k = ring_half(c)
-        work.append((several, 0, k, k, (store.ring,) * 5, 1, 16, {"num_warps": 4}))
-    launches = [
-        partial(
-            _attend[n * c.kv_heads, programs],
-            q, part, part_lse, noted, top, read.numbers, place, column, count,
-            *memory, store.slots.group_of, pages.scale[f, 0], pages.scale[f, 1], store.ring,
-            d**-0.5, layer, t, i * in_format, parts, width, place.shape[-1], rows,
-            c, k, v, i, several, i == len(formats), how, tokens, **options,
+        work.append(_of_ring(store, len(formats), constants))
+    launches = []
+    for one in work:
+        p_k, p_v, p_k_params, p_v_params, p_k_rows = one.memory
+        launch = partial(
+            _attend[lanes, one.parts],
+            p_q=q,
+            p_parts=part,
+            p_part_lse=part_lse,
+            p_seen=noted,
+            p_top=top,
+            p_rows=read.numbers,
+            p_place=place,
+            p_column=column,
+            p_count=count,
+            p_k=p_k,
+            p_v=p_v,
+            p_k_params=p_k_params,
+            p_v_params=p_v_params,
+            p_k_rows=p_k_rows,
+            p_row_of=store.slots.group_of,
+            p_k_scale=store.pages.scale[one.format, 0],
+            p_v_scale=store.pages.scale[one.format, 1],
+            p_ring=store.ring,
+            softmax_scale=dim**-0.5,
+            layer=layer,
+            table_layer=table_layer,
+            first_part=one.number * in_format,
+            parts=parts,
+            width=width,
+            listed=place.shape[-1],
+            rows=rows,
+            C=constants,
+            K=one.keys,
+            V=one.values,
+            FORMAT=one.number,
+            FORMATS=several,
+            IN_RING=one.number == len(formats),
+            SEEN=seen,
+            BLOCK_T=one.block,
+            **one.options,
         )
-        for i, f, k, v, memory, programs, tokens, options in work
-    ]  # fmt: skip
+        launches.append(launch)
     # The merge can be launched early only if it follows one launch, not several branches.
-    side_by_side(launches, q.device, apart=not c.overlap)
-    out, lse = merge(part, part_lse, read.numbers, count, t, in_format, rows, c, several, q.dtype)
+    side_by_side(launches, q.device, apart=not constants.overlap)
+    out, lse = merge(
+        part=part,
+        part_lse=part_lse,
+        rows=read.numbers,
+        count=count,
+        table_layer=table_layer,
+        in_format=in_format,
+        b=rows,
+        c=constants,
+        formats=several,
+        dtype=q.dtype,
+    )
     if group is None:
         return out, None
-    return out, mass(noted, top, lse, read.numbers, lists.count, t, rows, c, group, how, block, seen, read.into)
+    attention = mass(
+        noted=noted,
+        top=top,
+        lse=lse,
+        rows=read.numbers,
+        count=lists.count,
+        table_layer=table_layer,
+        b=rows,
+        c=constants,
+        group=group,
+        how=seen,
+        block=work[len(formats) - 1].block,
+        seen=lists.seen,
+        into=read.into,
+    )
+    return out, attention
+
+
+def _what_is_seen(dtype: torch.dtype, several: int, group: str | None) -> str:
+    """What `_attend` notes of the logits for `mass`, its SEEN.
+
+    Weights relative to the top of their block take half the bytes, but in fp16 they are too coarse for float32
+    models. The softmax of the largest logits needs the logits themselves.
+    """
+    if group is None:
+        return ""
+    if dtype == torch.float32 or several or group == "max_logit":
+        return "logits"
+    return "relative"
+
+
+def _of_format(store: Any, number: int, dtype: torch.dtype, c: Cache, lanes: int, parts: int) -> _Launch:
+    """The launch for the tokens of the store's `number`-th used format."""
+    f = sorted(store.slots.used)[number]
+    keys = half(store, f, "k", dtype)
+    values = half(store, f, "v", dtype)
+    block, options = shape_of_program(c, keys, values, lanes)
+    memory = words(store, f, keys, values)
+    return _Launch(number, f, keys, values, memory, parts, block, options)
+
+
+def _of_ring(store: Any, number: int, c: Cache) -> _Launch:
+    """The launch for the tokens of the ring. Codes and parameters are not read."""
+    numbers = ring_half(c)
+    memory = [store.ring] * 5
+    return _Launch(number, 0, numbers, numbers, memory, parts=1, block=16, options={"num_warps": 4})
+
+
+_SIGNATURE = {
+    "*bf16": ("p_q", "p_ring"),
+    "*fp32": ("p_parts", "p_part_lse", "p_top", "p_k_scale", "p_v_scale"),
+    "*i64": ("p_rows",),
+    "*i32": ("p_place", "p_column", "p_count", "p_row_of"),
+    "fp32": ("softmax_scale",),
+    "i32": ("layer", "table_layer", "first_part", "parts", "width", "listed", "rows"),
+}  # of all variants
 
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, the formats that policies use, for many lanes and for few."""
-    at = {"i32": "layer table_layer first_part parts width listed rows", "fp32": "softmax_scale", "*i64": "p_rows"}
-    at |= {"*fp32": "p_parts p_part_lse p_top p_k_scale p_v_scale", "*i32": "p_place p_column p_count p_row_of"}
-    at |= {"*bf16": "p_q p_ring"}
-    common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
-        overlap = (dim, lanes) == (128, 8)
-        c = Cache(2, 4, 16, dim, 1, 2, 1, 16, 32, "bf16", _parts.base(lanes), _parts.SHORT, 128, overlap)
-        plain = example("plain", 16, dim, fast=False)
-        for k, v, codes, params in (
-            (plain, plain, "*bf16", "*u8"),
-            (example("nvfp4", 4, dim), example("nvfp4", 4, dim), "*i16", "*u8"),
-            (example("nvfp4", 4, dim, True), example("nvfp4", 4, dim), "*i16", "*u8"),
-            (example("ternary", 2, dim), example("ternary", 2, dim), "*u8", "*u8"),
-            (example("ternary", 2, dim, True), example("ternary", 2, dim), "*u8", "*u8"),
-            (example("int", 4, dim), example("int", 4, dim), "*i16", "*i32"),
-            (example("int", 2, dim, True), example("int", 2, dim), "*u8", "*i32"),
-            (example("int", 2, dim, True, False), example("int", 2, dim, False, False), "*u8", "*fp16"),
-            (example("fp8", 8, dim), example("fp8", 8, dim), "*u8", "*u8"),
-        )[: None if dim == 128 else 4]:
-            signature = common | dict.fromkeys(["p_k", "p_v"], codes)
-            signature |= dict.fromkeys(["p_k_params", "p_v_params", "p_k_rows"], params)
-            if k.fast and k.by_token:
-                signature["p_k_rows"] = "*i32"
-            block, chosen = shape_of_program(c, k, v, lanes)
-            # (formats that lists are sorted by, whether it is the ring, SEEN); keys by token come with a ring
-            ways = [(int(k.by_token), False, "")]
-            if (dim, lanes, v.kind) == (128, 512, "nvfp4"):
-                ways += [(2, False, "logits")] if k.by_token else [(0, False, "relative")]
-            if (dim, lanes, k.kind) == (128, 512, "plain"):
-                ways += [(0, False, "relative"), (2, True, "logits")]
-            for formats, ring, seen in ways:
-                signature["p_seen"] = "*fp16" if seen == "relative" else "*fp32"
-                constexprs = {
-                    "C": c, "K": k, "V": v, "FORMAT": formats if ring else 0, "FORMATS": formats, "IN_RING": ring,
-                    "SEEN": seen, "BLOCK_T": 16 if ring else block,
-                }  # fmt: skip
-                options = {"num_warps": 4} if ring else chosen
-                yield Variant(_attend, dict(signature), constexprs, options, 90 if overlap else 80)
+        halves = _halves(dim)
+        if dim != 128:
+            halves = halves[:4]
+        for k, v, codes, params in halves:
+            yield from _variants_of_format(dim, lanes, k, v, codes, params)
     yield from _parts.variants()
     yield from _mass.variants()
+
+
+def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
+    """Keys, values, and the types of their codes and parameters."""
+    plain = example("plain", 16, dim, fast=False)
+    nvfp4 = example("nvfp4", 4, dim)
+    ternary = example("ternary", 2, dim)
+    int4 = example("int", 4, dim)
+    int2 = example("int", 2, dim)
+    slow_int2 = example("int", 2, dim, fast=False)
+    fp8 = example("fp8", 8, dim)
+    return [
+        (plain, plain, "*bf16", "*u8"),
+        (nvfp4, nvfp4, "*i16", "*u8"),
+        (example("nvfp4", 4, dim, by_token=True), nvfp4, "*i16", "*u8"),
+        (ternary, ternary, "*u8", "*u8"),
+        (example("ternary", 2, dim, by_token=True), ternary, "*u8", "*u8"),
+        (int4, int4, "*i16", "*i32"),
+        (example("int", 2, dim, by_token=True), int2, "*u8", "*i32"),
+        (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
+        (fp8, fp8, "*u8", "*u8"),
+    ]
+
+
+def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, params: str) -> Iterator[Variant]:
+    """The variants of one format: alone, and for some formats beside others, with the ring, or with mass."""
+    overlap = (dim, lanes) == (128, 8)
+    c = Cache(2, 4, 16, dim, 1, 2, 1, 16, 32, "bf16", _parts.base(lanes), _parts.SHORT, 128, overlap)
+    signature = {name: kind for kind, names in _SIGNATURE.items() for name in names}
+    signature |= dict.fromkeys(("p_k", "p_v"), codes)
+    signature |= dict.fromkeys(("p_k_params", "p_v_params", "p_k_rows"), params)
+    if k.fast and k.by_token:
+        signature["p_k_rows"] = "*i32"
+    block, options = shape_of_program(c, k, v, lanes)
+
+    # (formats that lists are sorted by, whether it is the ring, SEEN); keys by token come with a ring
+    ways = [(int(k.by_token), False, "")]
+    if (dim, lanes) == (128, 512) and v.kind == "nvfp4":
+        ways.append((2, False, "logits") if k.by_token else (0, False, "relative"))
+    if (dim, lanes) == (128, 512) and k.kind == "plain":
+        ways += [(0, False, "relative"), (2, True, "logits")]
+    for formats, ring, seen in ways:
+        constexprs = {
+            "C": c,
+            "K": k,
+            "V": v,
+            "FORMAT": formats if ring else 0,
+            "FORMATS": formats,
+            "IN_RING": ring,
+            "SEEN": seen,
+            "BLOCK_T": 16 if ring else block,
+        }
+        noted = {"p_seen": "*fp16" if seen == "relative" else "*fp32"}
+        yield Variant(
+            kernel=_attend,
+            signature=signature | noted,
+            constexprs=constexprs,
+            options={"num_warps": 4} if ring else options,
+            arch=90 if overlap else 80,
+        )

@@ -35,12 +35,26 @@ def _softplus(x):
 
 @triton.jit
 def _layer(
-    p_x, p_weight, p_out, rows, inner, columns, stride_row, stride_k, stride_n,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    i_row, b_k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
+    p_x,
+    p_weight,
+    p_out,
+    rows,
+    inner,
+    columns,
+    stride_row,
+    stride_k,
+    stride_n,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    i_row = tl.arange(0, ROWS)
+    b_k = tl.arange(0, BLOCK_K)
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_row, m_n = i_row < rows, column < columns
+    m_row = i_row < rows
+    m_n = column < columns
     total = tl.zeros([ROWS, BLOCK_N], tl.float32)
     for k in tl.range(0, inner, BLOCK_K, num_stages=STAGES):
         m_k = k + b_k < inner
@@ -48,7 +62,8 @@ def _layer(
         weight = tl.load(p_tile, m_k[:, None] & m_n[None, :], other=0)
         x = tl.load(p_x + i_row[:, None] * stride_row + (k + b_k)[None, :], m_row[:, None] & m_k[None, :], other=0)
         if WIDEN:
-            x, weight = x.to(tl.float32), weight.to(tl.float32)
+            x = x.to(tl.float32)
+            weight = weight.to(tl.float32)
         total = tl.dot(x, weight, total, input_precision="ieee")
     m_out = m_row[:, None] & m_n[None, :]
     tl.store(p_out + i_row[:, None] * columns + column[None, :], _softplus(total), m_out)
@@ -56,7 +71,8 @@ def _layer(
 
 @triton.jit
 def _score(p_x, p_weight, p_out, inner, stride_k, BLOCK: tl.constexpr):
-    i_row, column = tl.program_id(0), tl.arange(0, BLOCK)
+    i_row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, inner, BLOCK):
         m = start + column < inner
@@ -75,7 +91,9 @@ def predict(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
     for weight in (first, second):
         x = layer(x, weight)
     score = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _score[(len(x),)](x, last, score, x.shape[1], last.stride(0), BLOCK, num_warps=4)
+    _score[(len(x),)](
+        p_x=x, p_weight=last, p_out=score, inner=x.shape[1], stride_k=last.stride(0), BLOCK=BLOCK, num_warps=4
+    )
     return score
 
 
@@ -90,13 +108,27 @@ def many_rows(hidden: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:
     """softplus(x·W). x: [N, in], contiguous, 1 to 64 rows; weight: [in, out], any strides → [N, out] in its dtype."""
-    (rows, inner), columns = x.shape, weight.shape[1]
+    rows, inner = x.shape
+    columns = weight.shape[1]
     out = torch.empty(rows, columns, dtype=weight.dtype, device=x.device)
     cut = cut_of(rows, inner, columns, weight.stride(0) == 1, weight.element_size())
     _layer[(triton.cdiv(columns, cut.n),)](
-        x, weight, out, rows, inner, columns, x.stride(0), weight.stride(0), weight.stride(1),
-        rows_of(rows), cut.k, cut.n, cut.stages, INTERPRETED, num_warps=cut.warps,
-    )  # fmt: skip
+        p_x=x,
+        p_weight=weight,
+        p_out=out,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        stride_row=x.stride(0),
+        stride_k=weight.stride(0),
+        stride_n=weight.stride(1),
+        ROWS=rows_of(rows),
+        BLOCK_K=cut.k,
+        BLOCK_N=cut.n,
+        STAGES=cut.stages,
+        WIDEN=INTERPRETED,
+        num_warps=cut.warps,
+    )
     return out
 
 

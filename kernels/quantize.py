@@ -40,10 +40,25 @@ TILE = 2048  # elements of a program
 
 @triton.jit
 def _by_channel(
-    p_x, x_outer, x_inner, p_scale, scale_outer, scale_inner, p_codes, p_params, groups,
-    PER_ROW: tl.constexpr, ELEMENTS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    PARAMS: tl.constexpr, SATURATE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    x_outer,
+    x_inner,
+    p_scale,
+    scale_outer,
+    scale_inner,
+    p_codes,
+    p_params,
+    groups,
+    PER_ROW: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARAMS: tl.constexpr,
+    SATURATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     programs = tl.cdiv(groups, BLOCK)  # of an outer index, which has so many groups
     i_outer = (tl.program_id(0) // programs).to(tl.int64)
     i_group = tl.program_id(0) % programs * BLOCK + tl.arange(0, BLOCK)[:, None]
@@ -78,12 +93,32 @@ def _by_channel(
 
 @triton.jit
 def _by_token(
-    p_x, x_outer, x_inner, x_token, p_scale, scale_outer, scale_inner, p_valid, valid_outer, valid_inner, valid_token,
-    p_codes, p_params, inner, tokens,
-    CHANNELS: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, PARAMS: tl.constexpr,
-    VALID: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
-):  # fmt: skip
-    i_outer, i_inner = (tl.program_id(0) // inner).to(tl.int64), (tl.program_id(0) % inner).to(tl.int64)
+    p_x,
+    x_outer,
+    x_inner,
+    x_token,
+    p_scale,
+    scale_outer,
+    scale_inner,
+    p_valid,
+    valid_outer,
+    valid_inner,
+    valid_token,
+    p_codes,
+    p_params,
+    inner,
+    tokens,
+    CHANNELS: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARAMS: tl.constexpr,
+    VALID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    i_outer = (tl.program_id(0) // inner).to(tl.int64)
+    i_inner = (tl.program_id(0) % inner).to(tl.int64)
     i_row = i_outer * inner + i_inner
     i_token = tl.arange(0, LENGTH)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -146,7 +181,8 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
     params = x.new_empty(*lead, per_row * fmt.param_bytes, dtype=torch.uint8)
     if x.numel() == 0:
         return codes, params
-    out = view_as(codes, code_dtype(fmt)), view_as(params, params_dtype(fmt)) if fmt.group else params
+    code_out = view_as(codes, code_dtype(fmt))
+    param_out = view_as(params, params_dtype(fmt)) if fmt.group else params
     if x.stride(-1) != 1:
         x = x.contiguous()
     nothing = x[(0,) * x.ndim]  # an address for tensors that are not read
@@ -158,10 +194,23 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
         width = power_of_2(elements)
         block = max(1, min(power_of_2(groups), TILE // width))
         _by_channel[outer * triton.cdiv(groups, block),](
-            x, x.stride(0), x.stride(1), scale, scale.stride(0), scale.stride(1), *out, groups,
-            max(1, per_row), elements, **constants, SATURATE=_saturates(fmt, x.dtype), BLOCK=block, WIDTH=width,
+            p_x=x,
+            x_outer=x.stride(0),
+            x_inner=x.stride(1),
+            p_scale=scale,
+            scale_outer=scale.stride(0),
+            scale_inner=scale.stride(1),
+            p_codes=code_out,
+            p_params=param_out,
+            groups=groups,
+            PER_ROW=max(1, per_row),
+            ELEMENTS=elements,
+            **constants,
+            SATURATE=_saturates(fmt, x.dtype),
+            BLOCK=block,
+            WIDTH=width,
             enable_fp_fusion=False,
-        )  # fmt: skip
+        )
         return codes, params
 
     tokens = x.shape[-2]
@@ -171,9 +220,28 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
     length = power_of_2(tokens)
     block = min(power_of_2(dim), max(16, TILE // length))
     _by_token[outer * inner, triton.cdiv(dim, block)](
-        x, *x.stride()[:3], scale, *scale.stride(), mask, *mask.stride(), *out, inner, tokens,
-        dim, **constants, VALID=valid is not None, BLOCK=block, LENGTH=length, enable_fp_fusion=False,
-    )  # fmt: skip
+        p_x=x,
+        x_outer=x.stride(0),
+        x_inner=x.stride(1),
+        x_token=x.stride(2),
+        p_scale=scale,
+        scale_outer=scale.stride(0),
+        scale_inner=scale.stride(1),
+        p_valid=mask,
+        valid_outer=mask.stride(0),
+        valid_inner=mask.stride(1),
+        valid_token=mask.stride(2),
+        p_codes=code_out,
+        p_params=param_out,
+        inner=inner,
+        tokens=tokens,
+        CHANNELS=dim,
+        **constants,
+        VALID=valid is not None,
+        BLOCK=block,
+        LENGTH=length,
+        enable_fp_fusion=False,
+    )
     return codes, params
 
 

@@ -41,12 +41,25 @@ def _keys(p_k, row, m_row, dim, stride_k_s, D: tl.constexpr, FULL: tl.constexpr)
 
 @triton.jit
 def _unit(
-    p_k, p_valid, p_scale, p_partial, heads, width,
-    stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h,
-    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, dim = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    p_k,
+    p_valid,
+    p_scale,
+    p_partial,
+    heads,
+    width,
+    stride_k_b,
+    stride_k_h,
+    stride_k_s,
+    stride_v_b,
+    stride_v_h,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    i_lane = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    row = i_block * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, WIDE)
     m_in = row < width
     valid = tl.load(p_valid + i_lane // heads * stride_v_b + i_lane % heads * stride_v_h + row, m_in, other=0) != 0
     p_partial += (i_lane * tl.num_programs(1) + i_block) * WIDE
@@ -64,12 +77,31 @@ def _unit(
 
 @triton.jit
 def _newest(
-    p_k, p_valid, p_scale, p_partial, p_newest, p_spared, p_total, heads, width, threshold,
-    stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h,
-    D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, dim = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+    p_k,
+    p_valid,
+    p_scale,
+    p_partial,
+    p_newest,
+    p_spared,
+    p_total,
+    heads,
+    width,
+    threshold,
+    stride_k_b,
+    stride_k_h,
+    stride_k_s,
+    stride_v_b,
+    stride_v_h,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    i_lane = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    row = i_block * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, WIDE)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid = tl.load(p_valid + row, row < width, other=0) != 0
     if tl.max(valid.to(tl.int32)) == 0:
@@ -85,12 +117,7 @@ def _newest(
         column = start + tl.arange(0, BLOCK)
         valid_j = tl.load(p_valid + column, column < width, other=0) != 0
         if tl.max(valid_j.to(tl.int32)) > 0:
-            c = tl.zeros((BLOCK, BLOCK), tl.float32)
-            for o_dim in range(0, WIDE, DEPTH):
-                part = o_dim + tl.arange(0, DEPTH)
-                k_i = _keys(p_k, row, valid, part, stride_k_s, D, FULL)
-                k_j = _keys(p_k, column, valid_j, part, stride_k_s, D, FULL)
-                c = tl.dot(k_i, tl.trans(k_j), c, input_precision="ieee")
+            c = _products(p_k, row, valid, column, valid_j, stride_k_s, D, WIDE, BLOCK, FULL, DEPTH)
             scale_j = tl.load(p_scale + column, valid_j, other=0.0)
             c *= scale[:, None] * scale_j[None, :]
             c = tl.where(row[:, None] == column[None, :], 0.0, c)
@@ -108,12 +135,7 @@ def _newest(
         spared = tl.where(newest < 0, c, spared)
         newest = tl.maximum(newest, 0)
 
-    everything = tl.zeros((WIDE,), tl.float32)  # Σ_i k̂_i
-    p_partial += i_lane * tl.num_programs(1) * WIDE
-    for start_block in range(0, tl.num_programs(1), 16):
-        block = start_block + tl.arange(0, 16)
-        m_block = (block < tl.num_programs(1))[:, None]
-        everything += tl.sum(tl.load(p_partial + block[:, None] * WIDE + dim, m_block, other=0.0), 0)
+    everything = _sum_of_units(p_partial + i_lane * tl.num_programs(1) * WIDE, WIDE)
     unit = k * scale[:, None]
     o_row = i_lane * width + row
     tl.store(p_total + o_row, tl.sum(unit * (everything[None, :] - unit), 1), valid)
@@ -122,9 +144,43 @@ def _newest(
 
 
 @triton.jit
-def _columns(
-    p_valid, p_newest, p_spared, p_total, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr
-):  # fmt: skip
+def _products(
+    p_k,
+    row,
+    m_row,
+    column,
+    m_column,
+    stride_k_s,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """k_i · k_j of the keys of some rows and columns: float32 [BLOCK, BLOCK]."""
+    c = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for o_dim in range(0, WIDE, DEPTH):
+        part = o_dim + tl.arange(0, DEPTH)
+        k_i = _keys(p_k, row, m_row, part, stride_k_s, D, FULL)
+        k_j = _keys(p_k, column, m_column, part, stride_k_s, D, FULL)
+        c = tl.dot(k_i, tl.trans(k_j), c, input_precision="ieee")
+    return c
+
+
+@triton.jit
+def _sum_of_units(p_partial, WIDE: tl.constexpr):
+    """Σ_i k̂_i over the keys of a lane, whose blocks `_unit` has summed: float32 [WIDE]."""
+    dim = tl.arange(0, WIDE)
+    everything = tl.zeros((WIDE,), tl.float32)
+    for start_block in range(0, tl.num_programs(1), 16):
+        block = start_block + tl.arange(0, 16)
+        m_block = (block < tl.num_programs(1))[:, None]
+        everything += tl.sum(tl.load(p_partial + block[:, None] * WIDE + dim, m_block, other=0.0), 0)
+    return everything
+
+
+@triton.jit
+def _columns(p_valid, p_newest, p_spared, p_total, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr):
     i_lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
@@ -180,7 +236,9 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         float32 [B, Hkv, S]: sums to 1 over the valid keys, 0 elsewhere.
     """
     b, heads, width, dim = k.shape
-    lanes, blocks, wide = b * heads, triton.cdiv(width, BLOCK), max(16, power_of_2(dim))
+    lanes = b * heads
+    blocks = triton.cdiv(width, BLOCK)
+    wide = max(16, power_of_2(dim))
     out = torch.empty(b, heads, width, dtype=torch.float32, device=k.device)
     if not out.numel():
         return out
@@ -190,15 +248,63 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     scale, total, spared = (torch.empty_like(out) for _ in range(3))
     newest = torch.empty_like(out, dtype=torch.int32)
     partial = torch.empty(lanes, blocks, wide, dtype=torch.float32, device=k.device)
-    size, of_k, of_v = (heads, width), k.stride()[:3], flags.stride()[:2]
     shape = {"D": dim, "WIDE": wide, "BLOCK": BLOCK}
     full = INTERPRETED or k.dtype == torch.float32
     product = {"FULL": full, "DEPTH": min(wide, DEPTH) if full else wide, "num_warps": WARPS}
-    keys, found, strides = (k, flags, scale, partial), (newest, spared, total), (*of_k, *of_v)
-    _unit[lanes, blocks](*keys, *size, *strides, **shape)
-    _newest[lanes, blocks](*keys, *found, *size, float(threshold), *strides, **shape, **product)
-    _columns[lanes, blocks](flags, *found, *size, *of_v, BLOCK=BLOCK)
-    _softmax[(lanes,)](flags, total, out, *size, *of_v, BLOCK=SOFTMAX_BLOCK)
+    _unit[lanes, blocks](
+        p_k=k,
+        p_valid=flags,
+        p_scale=scale,
+        p_partial=partial,
+        heads=heads,
+        width=width,
+        stride_k_b=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_k_s=k.stride(2),
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        **shape,
+    )
+    _newest[lanes, blocks](
+        p_k=k,
+        p_valid=flags,
+        p_scale=scale,
+        p_partial=partial,
+        p_newest=newest,
+        p_spared=spared,
+        p_total=total,
+        heads=heads,
+        width=width,
+        threshold=float(threshold),
+        stride_k_b=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_k_s=k.stride(2),
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        **shape,
+        **product,
+    )
+    _columns[lanes, blocks](
+        p_valid=flags,
+        p_newest=newest,
+        p_spared=spared,
+        p_total=total,
+        heads=heads,
+        width=width,
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        BLOCK=BLOCK,
+    )
+    _softmax[(lanes,)](
+        p_valid=flags,
+        p_mean=total,
+        p_out=out,
+        heads=heads,
+        width=width,
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        BLOCK=SOFTMAX_BLOCK,
+    )
     return out
 
 

@@ -24,11 +24,22 @@ PER_THREAD = 16  # numbers that a thread holds; a warp has 32 threads
 
 @triton.jit
 def _rms_norm(
-    p_x, p_weight, p_out, rows, inner, width, stride_outer, stride_inner, stride_weight, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_weight,
+    p_out,
+    rows,
+    inner,
+    width,
+    stride_outer,
+    stride_inner,
+    stride_weight,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i_row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    i_outer, i_inner = i_row // inner, i_row % inner
+    i_outer = i_row // inner
+    i_inner = i_row % inner
     column = tl.arange(0, BLOCK)[None, :]
     m_in = (i_row < rows) & (column < width)
     o_x = i_outer.to(tl.int64) * stride_outer + i_inner.to(tl.int64) * stride_inner
@@ -63,9 +74,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     outer, inner, _ = x.shape
     rows_of_program, block, warps = shape_of_program(width)
     _rms_norm[(triton.cdiv(outer * inner, rows_of_program),)](
-        x, weight.contiguous(), out, outer * inner, inner, width, x.stride(0), x.stride(1),
-        0 if weight.dim() == 1 else width, eps, rows_of_program, block, num_warps=warps,
-    )  # fmt: skip
+        p_x=x,
+        p_weight=weight.contiguous(),
+        p_out=out,
+        rows=outer * inner,
+        inner=inner,
+        width=width,
+        stride_outer=x.stride(0),
+        stride_inner=x.stride(1),
+        stride_weight=0 if weight.dim() == 1 else width,
+        eps=eps,
+        ROWS=rows_of_program,
+        BLOCK=block,
+        num_warps=warps,
+    )
     return out
 
 

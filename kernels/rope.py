@@ -23,9 +23,19 @@ TILE = 512  # pairs of a program: heads are taken together up to this many
 
 @triton.jit
 def _rope(
-    p_x, p_cos, p_sin, p_out, heads, half, stride_token, stride_head, stride_cos, stride_sin,
-    HEADS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_x,
+    p_cos,
+    p_sin,
+    p_out,
+    heads,
+    half,
+    stride_token,
+    stride_head,
+    stride_cos,
+    stride_sin,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i_token = tl.program_id(0).to(tl.int64)
     i_head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -33,8 +43,10 @@ def _rope(
     m_in = (i_head < heads) & m_column
     p_cos += i_token * stride_cos + column
     p_sin += i_token * stride_sin + column
-    cos_a, cos_b = tl.load(p_cos, m_column, other=0), tl.load(p_cos + half, m_column, other=0)  # [1, BLOCK]
-    sin_a, sin_b = tl.load(p_sin, m_column, other=0), tl.load(p_sin + half, m_column, other=0)
+    cos_a = tl.load(p_cos, m_column, other=0)
+    cos_b = tl.load(p_cos + half, m_column, other=0)  # [1, BLOCK]
+    sin_a = tl.load(p_sin, m_column, other=0)
+    sin_b = tl.load(p_sin + half, m_column, other=0)
     p_x += i_token * stride_token + i_head * stride_head + column
     a = tl.load(p_x, m_in, other=0).to(tl.float32)  # [HEADS, BLOCK]
     b = tl.load(p_x + half, m_in, other=0).to(tl.float32)
@@ -61,9 +73,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     heads_of_program, block = shape_of_program(heads, width // 2)
     _rope[n, triton.cdiv(heads, heads_of_program)](
-        x, cos, sin, out, heads, width // 2, x.stride(0), x.stride(1), cos.stride(0), sin.stride(0),
-        heads_of_program, block, num_warps=2,
-    )  # fmt: skip
+        p_x=x,
+        p_cos=cos,
+        p_sin=sin,
+        p_out=out,
+        heads=heads,
+        half=width // 2,
+        stride_token=x.stride(0),
+        stride_head=x.stride(1),
+        stride_cos=cos.stride(0),
+        stride_sin=sin.stride(0),
+        HEADS=heads_of_program,
+        BLOCK=block,
+        num_warps=2,
+    )
     return out
 
 

@@ -69,13 +69,26 @@ def segments(pos: Tensor, count: Tensor, at: Tensor, prompt: Tensor, tau: int, t
         first: int32 [Lt, N, Ht, G], the column of each segment's first token, or where it would be.
         size: int32 [Lt, N, Ht, G], tokens of the segment that are still held.
     """
-    n, (layers, rows, heads) = len(at), count.shape
+    n = len(at)
+    layers, rows, heads = count.shape
     first, size = torch.empty(2, layers, n, heads, total, dtype=torch.int32, device=pos.device)
     if first.numel():
         _segments[layers * n * heads, triton.cdiv(total, BLOCK)](
-            pos, count, at.contiguous(), prompt.contiguous(), first, size, n, rows, heads, pos.shape[-1], tau, total,
-            BLOCK, num_warps=BLOCK // 32,
-        )  # fmt: skip
+            p_pos=pos,
+            p_count=count,
+            p_at=at.contiguous(),
+            p_prompt=prompt.contiguous(),
+            p_first=first,
+            p_size=size,
+            n=n,
+            rows=rows,
+            heads=heads,
+            width=pos.shape[-1],
+            tau=tau,
+            total=total,
+            BLOCK=BLOCK,
+            num_warps=BLOCK // 32,
+        )
     return first, size
 
 

@@ -22,7 +22,8 @@ BLOCK = 64  # rows of a program
 def _sentences(p_token, p_at, p_active, p_table, p_state, p_ends, n, width, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_in = i < n
-    token, row = tl.load(p_token + i, m_in, other=-1), tl.load(p_at + i, m_in, other=0)
+    token = tl.load(p_token + i, m_in, other=-1)
+    row = tl.load(p_at + i, m_in, other=0)
     known = m_in & (tl.load(p_active + i, m_in, other=0) != 0) & (token >= 0) & (token < width)
     p_state += row * 3
     now = tl.load(p_state, known, other=0).to(tl.int64)
@@ -43,7 +44,15 @@ def sentences(token: Tensor, at: Tensor, active: Tensor, table: Tensor, state: T
     ends = torch.empty(n, dtype=torch.bool, device=token.device)
     if n:
         _sentences[(triton.cdiv(n, BLOCK),)](
-            token, at, active.view(torch.uint8), table, state, ends.view(torch.uint8), n, table.shape[1], BLOCK=BLOCK
+            p_token=token,
+            p_at=at,
+            p_active=active.view(torch.uint8),
+            p_table=table,
+            p_state=state,
+            p_ends=ends.view(torch.uint8),
+            n=n,
+            width=table.shape[1],
+            BLOCK=BLOCK,
         )
     return ends
 

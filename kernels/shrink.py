@@ -36,11 +36,27 @@ TILE = 2048  # codes of a program
 
 @triton.jit
 def _shrink(
-    p_codes, codes_outer, codes_inner, p_params, params_outer, params_inner, p_out, p_out_params,
-    outer, rows, params_rows,
-    DIM: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, TO: tl.constexpr, PARAMS: tl.constexpr,
-    HALVINGS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PARAMS_WIDTH: tl.constexpr,
-):  # fmt: skip
+    p_codes,
+    codes_outer,
+    codes_inner,
+    p_params,
+    params_outer,
+    params_inner,
+    p_out,
+    p_out_params,
+    outer,
+    rows,
+    params_rows,
+    DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
+    TO: tl.constexpr,
+    PARAMS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARAMS_WIDTH: tl.constexpr,
+):
     i_program = tl.program_id(0)
     programs = tl.cdiv(rows, BLOCK)  # of an outer index, which has so many rows
     if i_program < outer * programs:
@@ -93,10 +109,14 @@ def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tup
     Raises:
         ValueError: the formats differ in more than the bits, or the target has more.
     """
-    old, new = constexprs(source), constexprs(target)
-    if old["KIND"] != "int" or {**old, "BITS": 0} != {**new, "BITS": 0} or source.by != target.by or (
-        target.bits > source.bits
-    ):  # fmt: skip
+    old = constexprs(source)
+    new = constexprs(target)
+    if (
+        old["KIND"] != "int"
+        or {**old, "BITS": 0} != {**new, "BITS": 0}
+        or source.by != target.by
+        or (target.bits > source.bits)
+    ):
         raise ValueError(f"{source} cannot be shrunk to {target}: only integers can, to fewer bits and nothing else.")
     dim = codes.shape[-1] * 8 // source.bits
     out = codes.new_empty(*codes.shape[:-1], dim * target.bits // 8)
@@ -111,11 +131,28 @@ def shrink(source: Format, target: Format, codes: Tensor, params: Tensor) -> tup
     block = max(1, min(power_of_2(max(rows, params_rows)), TILE // width))
     programs = outer * triton.cdiv(rows, block) + params_outer * triton.cdiv(params_rows, block)
     _shrink[programs,](
-        codes, *codes.stride()[:2], params, *params.stride()[:2],
-        view_as(out, CODES[target.bits]), view_as(out_params, dtype), outer, rows, params_rows,
-        dim, groups, source.bits, target.bits, old["PARAMS"], (source.bits // target.bits).bit_length() - 1,
-        block, width, power_of_2(groups), enable_fp_fusion=False,
-    )  # fmt: skip
+        p_codes=codes,
+        codes_outer=codes.stride(0),
+        codes_inner=codes.stride(1),
+        p_params=params,
+        params_outer=params.stride(0),
+        params_inner=params.stride(1),
+        p_out=view_as(out, CODES[target.bits]),
+        p_out_params=view_as(out_params, dtype),
+        outer=outer,
+        rows=rows,
+        params_rows=params_rows,
+        DIM=dim,
+        GROUPS=groups,
+        BITS=source.bits,
+        TO=target.bits,
+        PARAMS=old["PARAMS"],
+        HALVINGS=(source.bits // target.bits).bit_length() - 1,
+        BLOCK=block,
+        WIDTH=width,
+        PARAMS_WIDTH=power_of_2(groups),
+        enable_fp_fusion=False,
+    )
     return out, out_params
 
 

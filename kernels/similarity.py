@@ -40,12 +40,23 @@ def _norm(p_total, d, DEPTH: tl.constexpr):
 
 @triton.jit
 def _compare(
-    p_at, p_active, p_total, p_vector, p_penalty, p_count, d, most, sentences, tau,
-    BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+    p_at,
+    p_active,
+    p_total,
+    p_vector,
+    p_penalty,
+    p_count,
+    d,
+    most,
+    sentences,
+    tau,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
     i_n = tl.program_id(0).to(tl.int64)
     row = tl.load(p_at + i_n)
-    n, slot = tl.load(p_count + row * 2), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.load(p_count + row * 2)
+    slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # The ring fills from slot 0 on, so a block of empty slots begins behind all earlier sentences.
     if (tl.load(p_active + i_n) == 0) | (tl.load(p_count + row * 2 + 1) == 0) | (tl.program_id(1) * BLOCK >= n - 1):
         return
@@ -68,14 +79,26 @@ def _compare(
 
 @triton.jit
 def _add(
-    p_hidden, p_at, p_active, p_position, p_ends, p_total, p_vector, p_number, p_count, d, most, positions,
+    p_hidden,
+    p_at,
+    p_active,
+    p_position,
+    p_ends,
+    p_total,
+    p_vector,
+    p_number,
+    p_count,
+    d,
+    most,
+    positions,
     DEPTH: tl.constexpr,
-):  # fmt: skip
+):
     i_n = tl.program_id(0).to(tl.int64)
     row = tl.load(p_at + i_n)
     if tl.load(p_active + i_n) == 0:
         return
-    n, ended = tl.load(p_count + row * 2), tl.load(p_count + row * 2 + 1)
+    n = tl.load(p_count + row * 2)
+    ended = tl.load(p_count + row * 2 + 1)
     p_hidden += i_n * d
     p_total += row * d
     p_vector += (row * most + (n - 1) % most) * d
@@ -93,9 +116,14 @@ def _add(
 
 
 def similarity(
-    hidden: Tensor, at: Tensor, active: Tensor, position: Tensor, ends: Tensor,
-    known: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], tau: float,
-) -> None:  # fmt: skip
+    hidden: Tensor,
+    at: Tensor,
+    active: Tensor,
+    position: Tensor,
+    ends: Tensor,
+    known: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    tau: float,
+) -> None:
     """Add the newest token of each row to its sentence, as `minithink/ref/similarity.py` describes it.
 
     If the similarity of two sentences is so near τ that rounding decides, the penalty may differ from the twin's.
@@ -104,14 +132,39 @@ def similarity(
     rows, d = hidden.shape
     if not hidden.numel():
         return
-    hidden, most = hidden.contiguous(), vector.shape[1]
-    active, ends = active.contiguous().view(torch.uint8), ends.contiguous().view(torch.uint8)
+    hidden = hidden.contiguous()
+    most = vector.shape[1]
+    active = active.contiguous().view(torch.uint8)
+    ends = ends.contiguous().view(torch.uint8)
     depth = min(DEPTH, power_of_2(d))
     _compare[rows, triton.cdiv(most, BLOCK)](
-        at, active, total, vector, penalty, count, d, most, penalty.shape[1], float(tau), BLOCK=BLOCK, DEPTH=depth
+        p_at=at,
+        p_active=active,
+        p_total=total,
+        p_vector=vector,
+        p_penalty=penalty,
+        p_count=count,
+        d=d,
+        most=most,
+        sentences=penalty.shape[1],
+        tau=float(tau),
+        BLOCK=BLOCK,
+        DEPTH=depth,
     )
     _add[(rows,)](
-        hidden, at, active, position, ends, total, vector, number, count, d, most, number.shape[1], DEPTH=depth
+        p_hidden=hidden,
+        p_at=at,
+        p_active=active,
+        p_position=position,
+        p_ends=ends,
+        p_total=total,
+        p_vector=vector,
+        p_number=number,
+        p_count=count,
+        d=d,
+        most=most,
+        positions=number.shape[1],
+        DEPTH=depth,
     )
 
 

@@ -60,16 +60,27 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     Returns:
         float32 [...], 0 where no token is valid.
     """
-    lead, heads, width = p.shape[:-2], *p.shape[-2:]
+    lead = p.shape[:-2]
+    heads, width = p.shape[-2:]
     out = torch.empty(lead, dtype=torch.float32, device=p.device)
     if out.numel():
         flags = valid.expand(*lead, *valid.shape[-2:]).contiguous()
-        of_v = flags.shape[-2] * width, width if flags.shape[-2] == heads else 0
+        of_row = flags.shape[-2] * width
+        of_head = width if flags.shape[-2] == heads else 0
         wide = power_of_2(heads)
         _sparsity[(out.numel(),)](
-            p.contiguous(), flags.view(torch.uint8), out, heads, width, float(share), *of_v,
-            HEADS=wide, BLOCK=max(16, BLOCK // wide), num_warps=WARPS,
-        )  # fmt: skip
+            p_p=p.contiguous(),
+            p_valid=flags.view(torch.uint8),
+            p_out=out,
+            heads=heads,
+            width=width,
+            share=float(share),
+            stride_v_row=of_row,
+            stride_v_head=of_head,
+            HEADS=wide,
+            BLOCK=max(16, BLOCK // wide),
+            num_warps=WARPS,
+        )
     return out
 
 

@@ -55,7 +55,8 @@ def _list(p_list, p_listed, p_size, p_goal, n, heads, segments, NARROW: tl.const
     for start in range(0, segments, BLOCK):
         g = start + tl.arange(0, BLOCK)
         i_set = unit * segments + g
-        size, goal = tl.load(p_size + i_set, g < segments, other=0), tl.load(p_goal + g, g < segments, other=0)
+        size = tl.load(p_size + i_set, g < segments, other=0)
+        goal = tl.load(p_goal + g, g < segments, other=0)
         for i in tl.static_range(2):
             mine = ((size > goal) & ((size > NARROW) == (i > 0))).to(tl.int32)
             more = tl.sum(mine)
@@ -77,9 +78,17 @@ def _where(p_place, p_row_of, start, size, C: tl.constexpr, K: tl.constexpr, BLO
 
 @triton.jit
 def _keys(
-    there, p_k, p_k_params, p_k_rows, p_ring, i_head, o_lane, k_scale,
-    C: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    there,
+    p_k,
+    p_k_params,
+    p_k_rows,
+    p_ring,
+    i_head,
+    o_lane,
+    k_scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+):
     """Keys of one head of BLOCK tokens, where they are (`_where`), as K.planes blocks [BLOCK, K.block]; else 0."""
     DTYPE: tl.constexpr = C.dtype
     PLANES: tl.constexpr = K.planes
@@ -112,10 +121,25 @@ def _keys(
 
 @triton.jit
 def _shrink(
-    p_drop, p_product, p_place, p_k, p_k_params, p_k_rows, p_row_of, p_ring, table, size, goal, k_scale,
-    C: tl.constexpr, K: tl.constexpr, ITERATIONS: tl.constexpr, WIDE: tl.constexpr, AT_ONCE: tl.constexpr,
+    p_drop,
+    p_product,
+    p_place,
+    p_k,
+    p_k_params,
+    p_k_rows,
+    p_row_of,
+    p_ring,
+    table,
+    size,
+    goal,
+    k_scale,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One segment, of at most WIDE tokens."""
     HEADS: tl.constexpr = C.kv_heads // C.tables
     PLANES: tl.constexpr = K.planes
@@ -125,7 +149,8 @@ def _shrink(
     if goal > 0:
         tl.debug_barrier()  # all threads have read the products of the segment before
         for i in range(0, WIDE, BLOCK):
-            row, rows = i + tl.arange(0, BLOCK), _where(p_place, p_row_of, i, size, C, K, BLOCK)
+            row = i + tl.arange(0, BLOCK)
+            rows = _where(p_place, p_row_of, i, size, C, K, BLOCK)
             for j in range(i, WIDE, BLOCK):
                 product = tl.zeros((BLOCK, BLOCK), tl.float32)
                 column = j + tl.arange(0, BLOCK)
@@ -154,11 +179,36 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["n", "rows", "segments"])
 def _survive(
-    p_drop, p_product, p_list, p_listed, p_first, p_size, p_goal, p_rows, p_place, p_format, p_k, p_k_params,
-    p_k_rows, p_row_of, p_k_scale, p_ring, n, rows, segments, width, seen,
-    C: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr, WAITING: tl.constexpr, ITERATIONS: tl.constexpr,
-    WIDE: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_drop,
+    p_product,
+    p_list,
+    p_listed,
+    p_first,
+    p_size,
+    p_goal,
+    p_rows,
+    p_place,
+    p_format,
+    p_k,
+    p_k_params,
+    p_k_rows,
+    p_row_of,
+    p_k_scale,
+    p_ring,
+    n,
+    rows,
+    segments,
+    width,
+    seen,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    WAITING: tl.constexpr,
+    ITERATIONS: tl.constexpr,
+    WIDE: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Segments from the list whose tokens are in FORMAT; if WAITING, also segments that lie in the ring as a whole.
 
     p_list, p_listed: numbers of the segments [Lt, N, Ht, G], and how many these are; n: N; rows: B. WIDE, AT_ONCE,
@@ -170,10 +220,14 @@ def _survive(
     listed = tl.load(p_listed)
     for i_list in range(tl.program_id(0), listed, tl.num_programs(0)):
         i_set = tl.load(p_list + i_list)
-        segment, unit = i_set % segments, i_set // segments
-        table, i_n, layer = unit % C.tables, unit // C.tables % n, unit // C.tables // n
+        segment = i_set % segments
+        unit = i_set // segments
+        table = unit % C.tables
+        i_n = unit // C.tables % n
+        layer = unit // C.tables // n
         i_row = tl.load(p_rows + i_n)
-        first, size = tl.load(p_first + i_set), tl.load(p_size + i_set)
+        first = tl.load(p_first + i_set)
+        size = tl.load(p_size + i_set)
         goal = tl.load(p_goal + i_n * segments + segment)
         p_here = p_place + ((layer * rows + i_row) * C.tables + table).to(tl.int64) * width + first
         t = tl.arange(0, MOST)
@@ -190,9 +244,25 @@ def _survive(
                     fits = fits & (size > WIDE[i - 1])
                 if fits:
                     _shrink(
-                        p_drop + o_drop, p_product, p_here, p_k, p_k_params, p_k_rows, p_row_of, p_ring + o_ring,
-                        table, size, goal, k_scale, C, K, ITERATIONS, WIDE[i], AT_ONCE[i], BLOCK[i],
-                    )  # fmt: skip
+                        p_drop + o_drop,
+                        p_product,
+                        p_here,
+                        p_k,
+                        p_k_params,
+                        p_k_rows,
+                        p_row_of,
+                        p_ring + o_ring,
+                        table,
+                        size,
+                        goal,
+                        k_scale,
+                        C,
+                        K,
+                        ITERATIONS,
+                        WIDE[i],
+                        AT_ONCE[i],
+                        BLOCK[i],
+                    )
 
 
 def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
@@ -212,34 +282,74 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     if store.shape.scope == "sequence":
         raise ValueError("lanes of several layers that share a table have no keys in common: use the reference")
     lt, n, ht, segments = size.shape
-    slots, place = store.slots, store.lists.place
-    seen, device = store.lists.seen, size.device
+    seen = store.lists.seen
+    device = size.device
     units = lt * n * ht
     # One tensor, cleared by one launch: the numbers of listed segments, then the flags of the tokens that go.
     room = torch.zeros(HEAD + units * seen, dtype=torch.uint8, device=device)
-    listed, drop = room[:8].view(torch.int32), room[HEAD:].view(lt, n, ht, seen)
+    listed = room[:8].view(torch.int32)
+    drop = room[HEAD:].view(lt, n, ht, seen)
     if not size.numel():
         return drop.view(torch.bool)
     first, size, goal = (x.int().contiguous() for x in (first, size, goal))
     numbers = torch.empty(2, units * segments, dtype=torch.int32, device=device)
     block = min(LISTED, max(16, power_of_2(segments)))
-    _list[(units,)](numbers, listed, size, goal, n, ht, segments, NARROW=NARROW, BLOCK=block, num_warps=1)
+    _list[(units,)](
+        p_list=numbers,
+        p_listed=listed,
+        p_size=size,
+        p_goal=goal,
+        n=n,
+        heads=ht,
+        segments=segments,
+        NARROW=NARROW,
+        BLOCK=block,
+        num_warps=1,
+    )
 
-    c, launches = cache(store), list[Callable[[], object]]()
+    c = cache(store)
+    launches = list[Callable[[], object]]()
     for which, wide in reversed([*enumerate(sizes(longest))]):
         programs = min(PROGRAMS[which], units * segments)
-        for i, f in enumerate(slots.home):
+        for i, f in enumerate(store.slots.home):
             k, v = (half(store, f, side, torch.float32) for side in ("k", "v"))
             codes, _, params, _, scales = words(store, f, k, v)
-            launches.append(partial(
-                _survive[(programs,)],
-                drop, torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device),
-                numbers[which], listed[which:], first, size, goal, read.numbers,
-                place, slots.table.format, codes, params, scales, slots.group_of, store.pages.scale[f, 0],
-                store.ring, n, store.shape.rows, segments, place.shape[-1], seen,
-                c, k, f, i == 0, ITERATIONS, wide, tuple(map(at_once, wide)), tuple(min(BLOCK, w) for w in wide),
-                num_warps=warps(wide[-1]), num_stages=STAGES,
-            ))  # fmt: skip
+            launches.append(
+                partial(
+                    _survive[(programs,)],
+                    drop,
+                    torch.empty(programs, wide[-1], wide[-1], dtype=torch.float32, device=device),
+                    numbers[which],
+                    listed[which:],
+                    first,
+                    size,
+                    goal,
+                    read.numbers,
+                    store.lists.place,
+                    store.slots.table.format,
+                    codes,
+                    params,
+                    scales,
+                    store.slots.group_of,
+                    store.pages.scale[f, 0],
+                    store.ring,
+                    n,
+                    store.shape.rows,
+                    segments,
+                    store.lists.place.shape[-1],
+                    seen,
+                    c,
+                    k,
+                    f,
+                    i == 0,
+                    ITERATIONS,
+                    wide,
+                    tuple(map(at_once, wide)),
+                    tuple(min(BLOCK, w) for w in wide),
+                    num_warps=warps(wide[-1]),
+                    num_stages=STAGES,
+                )
+            )
     side_by_side(launches, device)
     return drop.view(torch.bool)
 
@@ -258,20 +368,31 @@ def variants() -> Iterator[Variant]:
     at |= {"*i32": "p_list p_listed p_first p_size p_goal p_place p_row_of", "*fp32": "p_product p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     yield Variant(
-        _list, dict.fromkeys(("p_list", "p_listed", "p_size", "p_goal"), "*i32")
-        | dict.fromkeys(("n", "heads", "segments"), "i32"), {"NARROW": NARROW, "BLOCK": LISTED}, {"num_warps": 1}
-    )  # fmt: skip
+        _list,
+        dict.fromkeys(("p_list", "p_listed", "p_size", "p_goal"), "*i32")
+        | dict.fromkeys(("n", "heads", "segments"), "i32"),
+        {"NARROW": NARROW, "BLOCK": LISTED},
+        {"num_warps": 1},
+    )
     for dim in (64, 128):
         c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, "bf16")
         for k, codes in (
-            (example("plain", 16, dim, fast=False), "*bf16"), (example("nvfp4", 4, dim, True, False), "*u8"),
-            (example("nvfp4", 4, dim, False, False), "*u8"), (example("ternary", 2, dim, True, False), "*u8"),
+            (example("plain", 16, dim, fast=False), "*bf16"),
+            (example("nvfp4", 4, dim, True, False), "*u8"),
+            (example("nvfp4", 4, dim, False, False), "*u8"),
+            (example("ternary", 2, dim, True, False), "*u8"),
             (example("fp8", 8, dim, False, False), "*u8"),
-        )[: 1 if dim == 64 else None]:  # fmt: skip
+        )[: 1 if dim == 64 else None]:
             signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
             for wide in dict.fromkeys((*sizes(128), *sizes(256))):
                 constexprs = {
-                    "C": c, "K": k, "FORMAT": 1, "WAITING": k.by_token, "ITERATIONS": ITERATIONS, "WIDE": wide,
-                    "AT_ONCE": tuple(map(at_once, wide)), "BLOCK": tuple(min(BLOCK, w) for w in wide),
-                }  # fmt: skip
+                    "C": c,
+                    "K": k,
+                    "FORMAT": 1,
+                    "WAITING": k.by_token,
+                    "ITERATIONS": ITERATIONS,
+                    "WIDE": wide,
+                    "AT_ONCE": tuple(map(at_once, wide)),
+                    "BLOCK": tuple(min(BLOCK, w) for w in wide),
+                }
                 yield Variant(_survive, signature, constexprs, {"num_warps": warps(wide[-1]), "num_stages": STAGES})

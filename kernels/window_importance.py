@@ -31,14 +31,37 @@ LOWEST = tl.constexpr(-3.0e38)  # replaces −∞, because −∞ − (−∞) i
 
 @triton.jit
 def _logits(
-    p_q, p_k, p_valid, p_logits, p_max, p_sum, heads, window, width, scale,
-    stride_q_b, stride_q_h, stride_q_w, stride_k_b, stride_k_h, stride_k_s, stride_v_b, stride_v_h,
-    GROUP: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+    p_q,
+    p_k,
+    p_valid,
+    p_logits,
+    p_max,
+    p_sum,
+    heads,
+    window,
+    width,
+    scale,
+    stride_q_b,
+    stride_q_h,
+    stride_q_w,
+    stride_k_b,
+    stride_k_h,
+    stride_k_s,
+    stride_v_b,
+    stride_v_h,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     FULL: tl.constexpr,
-):  # fmt: skip
-    i_lane, i_block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i_b, i_h = i_lane // heads, i_lane % heads
-    column, dim = i_block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDE)
+):
+    i_lane = tl.program_id(0).to(tl.int64)
+    i_block = tl.program_id(1)
+    i_b = i_lane // heads
+    i_h = i_lane % heads
+    column = i_block * BLOCK + tl.arange(0, BLOCK)
+    dim = tl.arange(0, WIDE)
     valid = tl.load(p_valid + i_b * stride_v_b + i_h * stride_v_h + column, column < width, other=0) != 0
     row = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
     m_row = row < window
@@ -71,10 +94,21 @@ def _logits(
 
 @triton.jit
 def _mean(
-    p_valid, p_logits, p_max, p_sum, p_mean, heads, window, width, stride_v_b, stride_v_h,
-    BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    i_lane, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    p_valid,
+    p_logits,
+    p_max,
+    p_sum,
+    p_mean,
+    heads,
+    window,
+    width,
+    stride_v_b,
+    stride_v_h,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
+    i_lane = tl.program_id(0).to(tl.int64)
+    blocks = tl.num_programs(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid = tl.load(p_valid + column, column < width, other=0) != 0
@@ -105,9 +139,17 @@ def _mean(
 
 @triton.jit
 def _pool(
-    p_valid, p_score, p_out, heads, width, side, stride_v_b, stride_v_h,
-    MAX: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    p_valid,
+    p_score,
+    p_out,
+    heads,
+    width,
+    side,
+    stride_v_b,
+    stride_v_h,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     i_lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
@@ -141,13 +183,14 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
     if kernel_size < 1 or kernel_size % 2 == 0 or pooling not in ("max", "avg"):
         raise ValueError(f"kernel_size {kernel_size} must be odd, and pooling {pooling!r} max or avg")
     b, heads, width, dim = k.shape
-    window, lanes, blocks = q.shape[2], b * heads, triton.cdiv(width, BLOCK)
+    window = q.shape[2]
+    lanes = b * heads
+    blocks = triton.cdiv(width, BLOCK)
     out = torch.empty(b, heads, width, dtype=torch.float32, device=k.device)
     if not out.numel():
         return out
     q, k, valid = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, valid))
     flags = valid.view(torch.uint8).expand(b, heads, width)
-    of_v = flags.stride()[:2]
     logits = torch.empty(lanes, window, width, dtype=torch.float32, device=k.device)
     top, total = (torch.empty(lanes, blocks, window, dtype=torch.float32, device=k.device) for _ in range(2))
     mean = torch.empty_like(out)
@@ -156,13 +199,52 @@ def window_importance(q: Tensor, k: Tensor, valid: Tensor, kernel_size: int = 7,
     rows = 16 if full else min(QUERIES, max(16, power_of_2(window)))
     shape = {"GROUP": q.shape[1] // heads, "D": dim, "WIDE": max(16, power_of_2(dim)), "BLOCK": BLOCK}
     shape |= {"BLOCK_W": rows, "FULL": full}
-    strides = *q.stride()[:3], *k.stride()[:3], *of_v
     _logits[lanes, blocks, triton.cdiv(window, rows)](
-        q, k, flags, logits, top, total, heads, window, width, dim**-0.5, *strides, **shape
+        p_q=q,
+        p_k=k,
+        p_valid=flags,
+        p_logits=logits,
+        p_max=top,
+        p_sum=total,
+        heads=heads,
+        window=window,
+        width=width,
+        scale=dim**-0.5,
+        stride_q_b=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_q_w=q.stride(2),
+        stride_k_b=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_k_s=k.stride(2),
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        **shape,
     )
-    _mean[lanes, blocks](flags, logits, top, total, mean, heads, window, width, *of_v, BLOCK=BLOCK, BLOCK_W=16)
+    _mean[lanes, blocks](
+        p_valid=flags,
+        p_logits=logits,
+        p_max=top,
+        p_sum=total,
+        p_mean=mean,
+        heads=heads,
+        window=window,
+        width=width,
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        BLOCK=BLOCK,
+        BLOCK_W=16,
+    )
     _pool[lanes, triton.cdiv(width, POOL_BLOCK)](
-        flags, mean, out, heads, width, kernel_size // 2, *of_v, MAX=pooling == "max", BLOCK=POOL_BLOCK
+        p_valid=flags,
+        p_score=mean,
+        p_out=out,
+        heads=heads,
+        width=width,
+        side=kernel_size // 2,
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        MAX=pooling == "max",
+        BLOCK=POOL_BLOCK,
     )
     return out
 
@@ -172,7 +254,8 @@ def variants() -> Iterator[Variant]:
     parts = {"p_logits": "*fp32", "p_max": "*fp32", "p_sum": "*fp32", "window": "i32"}
     strides = dict.fromkeys((f"stride_{x}" for x in ("q_b", "q_h", "q_w", "k_h", "k_s")), "i32")
     signature = {**lanes, **parts, **strides, "stride_k_b": "i64", "scale": "fp32"}
-    few, many = ((64, 7, 16), (128, 4, 16)), ((96, 1, 32), (128, 4, 64))
+    few = ((64, 7, 16), (128, 4, 16))
+    many = ((96, 1, 32), (128, 4, 64))
     types = {("fp32", "fp32"): few, ("fp16", "fp16"): few, ("bf16", "bf16"): few + many, ("fp32", "bf16"): few}
     for (q, k), sizes in types.items():
         for dim, group, rows in sizes:

@@ -34,9 +34,22 @@ PARTS = tl.constexpr(32)  # blocks of _logits that are combined at a time
 
 @triton.jit
 def _peak(
-    p_valid, p_logits, p_max, p_sum, p_out, heads, group, queries, blocks, width, stride_v_b, stride_v_h,
-    MAX: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    p_valid,
+    p_logits,
+    p_max,
+    p_sum,
+    p_out,
+    heads,
+    group,
+    queries,
+    blocks,
+    width,
+    stride_v_b,
+    stride_v_h,
+    MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     i_lane = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
@@ -85,7 +98,10 @@ def window_peak(q: Tensor, k: Tensor, valid: Tensor, fuse: str = "max") -> Tenso
     if fuse not in ("max", "sum"):
         raise ValueError(f"fuse {fuse!r} must be max or sum")
     b, heads, width, dim = k.shape
-    group, queries, lanes, blocks = q.shape[1] // heads, q.shape[2], b * heads, triton.cdiv(width, BLOCK)
+    group = q.shape[1] // heads
+    queries = q.shape[2]
+    lanes = b * heads
+    blocks = triton.cdiv(width, BLOCK)
     rows = group * queries
     out = torch.empty(b, heads, width, dtype=torch.float32, device=k.device)
     if not out.numel():
@@ -93,23 +109,53 @@ def window_peak(q: Tensor, k: Tensor, valid: Tensor, fuse: str = "max") -> Tenso
     q = q.unflatten(1, (heads, group)).flatten(2, 3)  # [B, Hkv, rows, D], a copy if it must be
     q, k, valid = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, valid))
     flags = valid.view(torch.uint8).expand(b, heads, width)
-    of_v = flags.stride()[:2]
     logits = torch.empty(lanes, rows, width, dtype=torch.float32, device=k.device)
     top, total = (torch.empty(lanes, blocks, rows, dtype=torch.float32, device=k.device) for _ in range(2))
     full = INTERPRETED or q.dtype != k.dtype or k.dtype == torch.float32
     # Tensor cores take at least 16 rows. In float32, more rows would not fit into the registers.
     size = 16 if full else min(ROWS, max(16, power_of_2(rows)))
     shape = {"GROUP": 1, "D": dim, "WIDE": max(16, power_of_2(dim)), "BLOCK": BLOCK, "BLOCK_W": size, "FULL": full}
-    strides = *q.stride()[:3], *k.stride()[:3], *of_v
     _logits[lanes, blocks, triton.cdiv(rows, size)](
-        q, k, flags, logits, top, total, heads, rows, width, dim**-0.5, *strides, **shape
+        p_q=q,
+        p_k=k,
+        p_valid=flags,
+        p_logits=logits,
+        p_max=top,
+        p_sum=total,
+        heads=heads,
+        window=rows,
+        width=width,
+        scale=dim**-0.5,
+        stride_q_b=q.stride(0),
+        stride_q_h=q.stride(1),
+        stride_q_w=q.stride(2),
+        stride_k_b=k.stride(0),
+        stride_k_h=k.stride(1),
+        stride_k_s=k.stride(2),
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        **shape,
     )
     if fuse == "max":  # over all rows, in whatever order
-        group, queries = 1, rows
+        group = 1
+        queries = rows
     _peak[lanes, triton.cdiv(width, PEAK_BLOCK)](
-        flags, logits, top, total, out, heads, group, queries, blocks, width, *of_v,
-        MAX=fuse == "max", BLOCK=PEAK_BLOCK, BLOCK_W=min(QUERIES, max(2, power_of_2(queries))),
-    )  # fmt: skip
+        p_valid=flags,
+        p_logits=logits,
+        p_max=top,
+        p_sum=total,
+        p_out=out,
+        heads=heads,
+        group=group,
+        queries=queries,
+        blocks=blocks,
+        width=width,
+        stride_v_b=flags.stride(0),
+        stride_v_h=flags.stride(1),
+        MAX=fuse == "max",
+        BLOCK=PEAK_BLOCK,
+        BLOCK_W=min(QUERIES, max(2, power_of_2(queries))),
+    )
     return out
 
 
@@ -118,7 +164,8 @@ def variants() -> Iterator[Variant]:
     parts = {"p_logits": "*fp32", "p_max": "*fp32", "p_sum": "*fp32"}
     strides = dict.fromkeys((f"stride_{x}" for x in ("q_b", "q_h", "q_w", "k_h", "k_s")), "i32")
     signature = {**lanes, **parts, **strides, "window": "i32", "stride_k_b": "i64", "scale": "fp32"}
-    few, many = ((64, 16), (128, 16)), ((96, 32), (128, 64))
+    few = ((64, 16), (128, 16))
+    many = ((96, 32), (128, 64))
     types = {("fp32", "fp32"): few, ("fp16", "fp16"): few, ("bf16", "bf16"): few + many, ("fp32", "bf16"): few}
     for (q, k), sizes in types.items():
         for dim, rows in sizes:
