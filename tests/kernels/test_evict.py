@@ -244,7 +244,7 @@ def test_as_it_is_launched(scope: Scope) -> None:
     for store in stores:
         store.append([0, 2], [1500, 1027], [0, 0])
     for i in range(2):
-        drop = torch.rand(stores[0].positions().shape, generator=generator).to(DEVICE) < 0.3
+        drop = torch.rand(stores[0].lists.positions().shape, generator=generator).to(DEVICE) < 0.3
         drop[..., 1020:1026] = False
         drop[:, 0, :, : 1030 * i] = False  # then nothing moves in the first block
         for store in stores:
@@ -253,11 +253,11 @@ def test_as_it_is_launched(scope: Scope) -> None:
         for store in stores:
             append_one(store, [0, 1], [1500 + i, i])
         assert_stores_same(*stores)
-    drop = torch.ones_like(stores[0].positions(), dtype=torch.bool)
+    drop = torch.ones_like(stores[0].lists.positions(), dtype=torch.bool)
     for store in stores:
         store.evict(drop)
     assert_stores_same(*stores)
-    assert stores[0].table.free_pages.free == 6000
+    assert stores[0].slots.table.free_pages.free == 6000
 
 
 def test_units_that_drop_nothing_are_left_alone() -> None:
