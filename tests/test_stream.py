@@ -545,11 +545,11 @@ def test_tokens_are_given_out_before_the_next_step_fails(engine: Engine, monkeyp
     """A step that is launched ahead, and cannot be, takes nothing away from those who wait for the last one."""
     launch, calls = loop_module.DecodeLoop.launch, list[int]()
 
-    def fail(self: loop_module.DecodeLoop, seqs: Sequence[int], tokens: Sequence[int]) -> None:
+    def fail(self: loop_module.DecodeLoop, seqs: Sequence[int], *others: Any) -> None:
         calls.append(len(seqs))
         if len(calls) >= 4:
             raise MinithinkError("no room")
-        launch(self, seqs, tokens)
+        launch(self, seqs, *others)
 
     monkeypatch.setattr(loop_module.DecodeLoop, "launch", fail)
     stream = stream_of(engine, tracks([[9, 8], [5]], 14), 2, policy=parse("full"), fixed=True)
