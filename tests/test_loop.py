@@ -706,7 +706,7 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
             for graph, before in zip(loop.steps.values(), [*steps, 0], strict=False)
             if len(graph.seen) > before  # type: ignore[attr-defined]
         ]
-        at, active, after, _, _, tokens, waits, numbers = values
+        at, active, after, _, _, tokens, waits, numbers, _ = values
         size = next((size for size in (1, 2, 3) if size >= len(seqs)), 5)
         idle = [row for row in range(5) if row not in rows][: size - len(rows)]
         assert at.tolist() == rows + idle
@@ -868,7 +868,7 @@ def test_who_watches_sees_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
         for i in range(15):
             loop.step([0], [i])
         assert {n for n, *_ in loop.decisions} == (set() if watched else {1}), "whatever the sizes of steps"
-        assert {key[-1] for key in loop.steps} == {not watched}
+        assert {key.decides for key in loop.steps} == {not watched}
         assert witness.steps[1:] == ([([0], [i]) for i in range(15)] if watched else [])
         lanes.append(kept(manager, 0))
     assert lanes[0] == lanes[1] == [list(range(8, 20))]
