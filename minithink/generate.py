@@ -418,20 +418,33 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
 def _parser() -> argparse.ArgumentParser:
     p = Parser(prog="python -m minithink.generate", description="Generate with a reasoning model.")
     add = p.add_argument
-    add("prompt_text", nargs="?", metavar="PROMPT", help="- is standard input, which is read only then (default: a "
-        "test problem of the embedded model, by --seed)")  # fmt: skip
+    add(
+        "prompt_text",
+        nargs="?",
+        metavar="PROMPT",
+        help="- is standard input, which is read only then "
+        "(default: a test problem of the embedded model, by --seed)",
+    )
     add("--list-policies", action="store_true", help="print the policies and exit")
     add_model_arguments(p, default=None)
     add("--revision", help="branch, tag or commit of the Hugging Face id")
     add("--prompt", help="the same as PROMPT")
-    add("--prompt-file", metavar="FILE", help=".jsonl: an object a line, with prompt, question or problem, perhaps "
-        "answer; any other file, and - for standard input, is one prompt")  # fmt: skip
+    add(
+        "--prompt-file",
+        metavar="FILE",
+        help=".jsonl: an object a line, with prompt, question or problem, perhaps answer; "
+        "any other file, and - for standard input, is one prompt",
+    )
     add("--system", help="system message of the chat")
     add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
     add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
-    add("--budget", type=positive, metavar="TOKENS", help="how many tokens each KV head may keep under the policy, "
-        "those of the prompt included")  # fmt: skip
+    add(
+        "--budget",
+        type=positive,
+        metavar="TOKENS",
+        help="how many tokens each KV head may keep under the policy, those of the prompt included",
+    )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add(
         "--calibration",

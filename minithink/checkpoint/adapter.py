@@ -56,14 +56,33 @@ ROWS = ".token_adapter.trainable_tokens_delta"
 DTYPES = ("F32", "F16", "BF16")  # of factors: products of two such numbers are exact in float64
 # Fields that are read here, and fields that decide nothing about the merge of the tensors that are there.
 READ = {
-    "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "trainable_token_indices",
-    "target_modules", "init_lora_weights",
-}  # fmt: skip
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "trainable_token_indices",
+    "target_modules",
+    "init_lora_weights",
+}
 IDLE = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules",
-    "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
+    "auto_mapping",
+    "base_model_name_or_path",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_dropout",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
 # Why a field that is set is refused. Every other unknown field is refused, too, unless it is off.
 MEANING = {
     "use_dora": "DoRA, which scales columns as well",

@@ -84,8 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"tokens of a text at most; what lies behind is left out (default: {LENGTH:,})",
     )
-    add("--limit", type=positive, metavar="N", help="only the first N texts; of stdlib, how many are drawn "
-        "(default: all; of stdlib 20)")  # fmt: skip
+    add(
+        "--limit",
+        type=positive,
+        metavar="N",
+        help="only the first N texts; of stdlib, how many are drawn (default: all; of stdlib 20)",
+    )
     add("--seed", type=natural, default=0, help="of the draw of stdlib's texts, and of intervals (default: 0)")
     add_model_arguments(parser)
     add(

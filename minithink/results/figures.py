@@ -15,8 +15,11 @@ RC: dict[str, Any] = {
     "svg.hashsalt": "minithink",  # ids in the file are drawn from it
     "svg.fonttype": "none",  # text stays text: it can be searched and read aloud
     "text.parse_math": False,  # a $ is a $
-    "font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False,
-}  # fmt: skip
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
 
 
 def need_matplotlib() -> Any:

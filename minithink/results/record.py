@@ -78,7 +78,7 @@ Measurement = dict[str, Any]
 
 def collect(
     path: Path, result: dict[str, Any], rows: Iterable[Measurement], line: Callable[[Measurement], str]
-) -> int:  # fmt: skip
+) -> int:
     """Put measurements into a result as they come, and write it after each → 0. line: a measurement for people. The
     result is complete if it has nothing in "left_out"."""
     result["measurements"] = []

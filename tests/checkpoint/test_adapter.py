@@ -43,14 +43,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "a pattern of layers": {"r": 4, "lora_alpha": 8, "target_modules": r".*\.(q|down)_proj"},
     "one layer": {"r": 4, "lora_alpha": 8, "target_modules": ["v_proj"], "layers_to_transform": [1]},
     "rsLoRA": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ALL},
-    "ranks": {"r": 4, "lora_alpha": 8, "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.(up|gate)_proj": 8},
-              "target_modules": ALL},
-    "alphas": {"r": 4, "lora_alpha": 8, "alpha_pattern": {"model.layers.0.self_attn.k_proj": 16, "k_proj": 2},
-               "target_modules": ALL},
+    "ranks": {
+        "r": 4,
+        "lora_alpha": 8,
+        "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.(up|gate)_proj": 8},
+        "target_modules": ALL,
+    },
+    "alphas": {
+        "r": 4,
+        "lora_alpha": 8,
+        "alpha_pattern": {"model.layers.0.self_attn.k_proj": 16, "k_proj": 2},
+        "target_modules": ALL,
+    },
     "tokens": {"r": 4, "lora_alpha": 8, "target_modules": ALL, "trainable_token_indices": [7, 3, 60]},
-    "tokens by module": {"r": 4, "lora_alpha": 8, "target_modules": ALL,
-                         "trainable_token_indices": {"embed_tokens": [5, 4]}},
-}  # fmt: skip
+    "tokens by module": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ALL,
+        "trainable_token_indices": {"embed_tokens": [5, 4]},
+    },
+}
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"
 HASH = "c164a8aefcaec53d"  # of `written`, on every machine
 

@@ -507,14 +507,23 @@ def test_truncated_files(data: st.DataObject, whole: Path, tmp_path: Path) -> No
 
 
 MORE_FIELDS = [
-    "general.alignment", "general.sampling.temp", "general.sampling.top_k", "split.no", "split.count",
-    "tokenizer.ggml.eot_token_id", "tokenizer.ggml.add_bos_token", "llama.attention.sliding_window",
-    "llama.rope.scale_linear", "llama.rope.scaling.type", "llama.rope.scaling.factor",
-]  # fmt: skip
-VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 2**63, 2.5, -0.0, 1e300, float("nan"), float("inf"), "", "none", "yarn", "linear",
-    "x" * 5000, "\x1b[31m\u202e", [], [1], [1, 2], ["a"], ["a", "a"], [float("nan")], ["x" * 999] * 9,
-]  # fmt: skip
+    "general.alignment",
+    "general.sampling.temp",
+    "general.sampling.top_k",
+    "split.no",
+    "split.count",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.add_bos_token",
+    "llama.attention.sliding_window",
+    "llama.rope.scale_linear",
+    "llama.rope.scaling.type",
+    "llama.rope.scaling.factor",
+]
+# Values of fields, odd ones included.
+NUMBERS = [0, -1, 1, 2, 2**63, 2.5, -0.0, 1e300, float("nan"), float("inf")]
+STRINGS = ["", "none", "yarn", "linear", "x" * 5000, "\x1b[31m\u202e"]
+LISTS: list[Any] = [[], [1], [1, 2], ["a"], ["a", "a"], [float("nan")], ["x" * 999] * 9]
+VALUES: list[Any] = [None, True, False, *NUMBERS, *STRINGS, *LISTS]
 
 
 @given(data=st.data())

@@ -338,8 +338,10 @@ def test_pictures_of_losses(
     assert ">window at 60 %<" in (tmp_path / "loss-by-position.svg").read_text()
     before = (tmp_path / "loss-by-tokens.svg").read_bytes()
     (tmp_path / "loss-by-tokens.svg").unlink()
-    assert main(words(model, folder, tmp_path, policies="window,kivi:group=16,residual=16", budgets="0.4,0.6",
-                      resume=True)) == 0  # fmt: skip
+    again = words(
+        model, folder, tmp_path, policies="window,kivi:group=16,residual=16", budgets="0.4,0.6", resume=True
+    )
+    assert main(again) == 0
     assert (tmp_path / "loss-by-tokens.svg").read_bytes() == before
     capsys.readouterr()
     assert main(["plot", str(tmp_path)]) == 2
@@ -355,11 +357,28 @@ def test_the_full_cache_alone_has_no_picture(tmp_path: Path) -> None:
 
 def record(policy: str, name: str, losses: list[float], **changed: Any) -> Record:
     fields: dict[str, Any] = {
-        "policy": policy, "budget": None, "id": name, "sample": 0, "group": "", "right": None, "found": None,
-        "finish_reason": "length", "prompt_tokens": 4, "generated_tokens": len(losses), "thinking_tokens": 0,
-        "kv_bytes_peak": 100, "kv_bytes_mean": 50.0, "tokens_peak": 8.0, "tokens_mean": 4.0,
-        "steps": len(losses) - 1, "evicting_steps": 0, "seconds": 1.0, "text_sha": "0", "losses": losses, **changed,
-    }  # fmt: skip
+        "policy": policy,
+        "budget": None,
+        "id": name,
+        "sample": 0,
+        "group": "",
+        "right": None,
+        "found": None,
+        "finish_reason": "length",
+        "prompt_tokens": 4,
+        "generated_tokens": len(losses),
+        "thinking_tokens": 0,
+        "kv_bytes_peak": 100,
+        "kv_bytes_mean": 50.0,
+        "tokens_peak": 8.0,
+        "tokens_mean": 4.0,
+        "steps": len(losses) - 1,
+        "evicting_steps": 0,
+        "seconds": 1.0,
+        "text_sha": "0",
+        "losses": losses,
+        **changed,
+    }
     return Record(**fields)
 
 
@@ -395,8 +414,10 @@ def test_bands_are_of_the_texts_that_reach_them() -> None:
     ]
     row = summarize([*full, *mine])[1]
     assert [(band.first, band.last, band.above.texts) for band in row.by_position] == [
-        (0, BAND - 1, 2), (BAND, 2 * BAND - 1, 1), (2 * BAND, 3 * BAND - 1, 1),
-    ]  # fmt: skip
+        (0, BAND - 1, 2),
+        (BAND, 2 * BAND - 1, 1),
+        (2 * BAND, 3 * BAND - 1, 1),
+    ]
     assert [band.above.mean for band in row.by_position] == [2.0, 5.0, 5.0]
     assert row.by_position[1].above.low is None
     assert [band.above.texts for band in row.by_distance] == [2, 1]
