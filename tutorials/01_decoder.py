@@ -40,10 +40,18 @@ torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 # %% [markdown]
 # ## The model and a problem
@@ -74,10 +82,13 @@ print(f"\n{config.architecture}, {sum(p.numel() for p in decoder.parameters()):,
 
 # %%
 problem = Problem(
-    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    id="example",
+    family="facts",
+    answer="36, 21, 18",
+    thinking_tokens=149,
     question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
     "Find mos, mig and juv.",
-)  # fmt: skip
+)
 print(textwrap.fill(problem.question, 110))
 print("\nanswer:", problem.answer)
 
@@ -210,8 +221,10 @@ def rms_norm(x, w):
 a = rms_norm(x, block.attn_norm)
 assert_close(a, decoder.backend.rms_norm(x, block.attn_norm, eps))
 before, after = x.square().mean(-1).sqrt(), (a / block.attn_norm).square().mean(-1).sqrt()
-print(f"root mean square of a token: {before.min():.3f} to {before.max():.3f} before, "
-      f"{after.min():.3f} to {after.max():.3f} after")  # fmt: skip
+print(
+    f"root mean square of a token: {before.min():.3f} to {before.max():.3f} before, "
+    f"{after.min():.3f} to {after.max():.3f} after"
+)
 
 # %% [markdown]
 # ### Queries, keys and values: one fused product
@@ -272,8 +285,10 @@ position = torch.arange(N)
 q_rot, k_rot = rope(q, position), rope(k, position)
 assert_close(q_rot, decoder.backend.rope(q, *engine.rope.at(position)), rtol=1e-4, atol=1e-5)
 assert_close(k_rot.transpose(0, 1), witness.lanes[0].kv[0, 0], rtol=1e-4, atol=1e-5)
-print(f"one full turn: pair 0 in {2 * math.pi / frequency[0]:.1f} tokens, pair {D // 2 - 1} in "
-      f"{2 * math.pi / frequency[-1]:,.0f} tokens")  # fmt: skip
+print(
+    f"one full turn: pair 0 in {2 * math.pi / frequency[0]:.1f} tokens, pair {D // 2 - 1} in "
+    f"{2 * math.pi / frequency[-1]:,.0f} tokens"
+)
 
 # %% [markdown]
 # The second check looks into the cache: the *rotated* keys lie there. A key is rotated once, when it is written.
@@ -305,8 +320,12 @@ for axis, pair in zip(axes, (0, 6, D // 2 - 1), strict=False):
     axis.add_patch(plt.Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.6))
     for p in range(6):
         angle = (p * frequency[pair]).item()
-        axis.annotate("", (math.cos(angle), math.sin(angle)), (0, 0),
-                      arrowprops={"arrowstyle": "-|>", "color": BLUE, "alpha": 0.35 + 0.13 * p})  # fmt: skip
+        axis.annotate(
+            "",
+            (math.cos(angle), math.sin(angle)),
+            (0, 0),
+            arrowprops={"arrowstyle": "-|>", "color": BLUE, "alpha": 0.35 + 0.13 * p},
+        )
         if pair < 10:
             axis.text(1.18 * math.cos(angle), 1.18 * math.sin(angle), p, ha="center", va="center", fontsize=8)
     axis.set(xlim=(-1.35, 1.35), ylim=(-1.35, 1.35), aspect="equal", title=f"pair {pair}, positions 0 to 5")

@@ -44,18 +44,29 @@ torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # one core: what we measure is then easy to explain
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
 example = Problem(
-    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    id="example",
+    family="facts",
+    answer="36, 21, 18",
+    thinking_tokens=149,
     question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
     "Find mos, mig and juv.",
-)  # fmt: skip
+)
 problems = [example, *sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)]
 prompt = engine.prompt_ids(problems[0].question)
 L, Hq, Hkv, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
@@ -280,8 +291,10 @@ square = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
 peak_flops = 2 * 1024**3 / fastest(lambda: square @ square, 20)
 big = torch.ones(64 * 2**20)  # 256 MiB, more than caches hold
 peak_bytes = big.nbytes / fastest(lambda: big.sum(), 5)
-print(f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s, ridge at "
-      f"{peak_flops / peak_bytes:.1f} FLOP/byte")  # fmt: skip
+print(
+    f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s, ridge at "
+    f"{peak_flops / peak_bytes:.1f} FLOP/byte"
+)
 
 
 def decode_batch(batch: int, keys: int) -> float:
@@ -312,8 +325,13 @@ axis.loglog([0.2, ridge, 1000], roof, color=GREY, label="roof of this machine")
 axis.axvline(ridge, color=GREY, linewidth=0.6, linestyle=":")
 for name, work, traffic, seconds, color in points:
     axis.plot(work / traffic, work / seconds / 1e9, "o", color=color)
-    axis.annotate(name, (work / traffic, work / seconds / 1e9), (4, -12), textcoords="offset points",
-                  ha="left" if work / traffic < ridge else "center")  # fmt: skip
+    axis.annotate(
+        name,
+        (work / traffic, work / seconds / 1e9),
+        (4, -12),
+        textcoords="offset points",
+        ha="left" if work / traffic < ridge else "center",
+    )
     print(f"{name:20} {work / traffic:6.1f} FLOP/byte  {work / seconds / 1e9:6.1f} GFLOP/s")
 axis.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel="arithmetic done (GFLOP/s)", xlim=(0.2, 1000))
 axis.set_ylim(min(work / seconds for _, work, _, seconds, _ in points) / 2.5e9, 2 * peak_flops / 1e9)
@@ -401,8 +419,10 @@ print(textwrap.fill(problem.question, 110), "\n")
 lines = result.text.splitlines()
 print("\n".join([*lines[:6], f"   [{len(lines) - 9} lines more]", *lines[-3:]]))
 print(f"\ncorrect: {grade(result.text, problem.answer)}")
-print(f"prompt {result.prompt_tokens} tokens, thinking {result.thinking_tokens}, "
-      f"answer {result.generated_tokens - result.thinking_tokens}")  # fmt: skip
+print(
+    f"prompt {result.prompt_tokens} tokens, thinking {result.thinking_tokens}, "
+    f"answer {result.generated_tokens - result.thinking_tokens}"
+)
 
 # %%
 MiB = 2**20
@@ -421,8 +441,10 @@ axis.text(10, reserved / MiB + 1, f"reserved: the whole context of {config.max_p
 axis.set(xlabel="tokens of the sequence", ylabel="keys and values (MiB)", xlim=(0, total))
 axis.set_ylim(0, 1.15 * reserved / MiB)
 plt.show()
-print(f"at the end {result.kv_bytes / MiB:.1f} MiB are held and {reserved / MiB:.0f} MiB reserved: "
-      f"{100 * result.kv_bytes / reserved:.0f} % in use")  # fmt: skip
+print(
+    f"at the end {result.kv_bytes / MiB:.1f} MiB are held and {reserved / MiB:.0f} MiB reserved: "
+    f"{100 * result.kv_bytes / reserved:.0f} % in use"
+)
 print(f"of what is held, {100 * stages.count('think') / total:.0f} % are thoughts")
 assert stages.count("think") > total / 2
 
@@ -446,27 +468,55 @@ assert parameters(config) == sum(p.numel() for p in decoder.parameters())
 
 models = {
     "R1-Distill-Llama-8B": ModelConfig(
-        "LlamaForCausalLM", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32,
-        num_kv_heads=8, head_dim=128, max_position=131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+        "LlamaForCausalLM",
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
         rope=RopeScaling("llama3", factor=8.0, original_max_position=8192),
     ),
     "R1-Distill-Qwen-7B": ModelConfig(
-        "Qwen2ForCausalLM", vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_layers=28, num_heads=28,
-        num_kv_heads=4, head_dim=128, max_position=131072, qkv_bias=True,
+        "Qwen2ForCausalLM",
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_layers=28,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=128,
+        max_position=131072,
+        qkv_bias=True,
     ),
     "Qwen3-8B": ModelConfig(
-        "Qwen3ForCausalLM", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
-        num_kv_heads=8, head_dim=128, max_position=40960, rope_theta=1000000.0, qk_norm=True,
+        "Qwen3ForCausalLM",
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=40960,
+        rope_theta=1000000.0,
+        qk_norm=True,
     ),
-}  # fmt: skip
+}
 
 GiB, half, length = 2**30, 2, 32 * 1024  # half: bytes of a bfloat16
 print(f"                       parameters   weights    a token   cache of {length:,} tokens")
 print("                                                          batch 1     batch 32")
 for name, c in models.items():
     token = c.kv_bytes_per_token(half)
-    print(f"{name:22} {parameters(c) / 1e9:8.2f} B {parameters(c) * half / GiB:5.1f} GiB {token / 1024:6.0f} KiB"
-          f" {length * token / GiB:8.2f} GiB {32 * length * token / GiB:8.0f} GiB")  # fmt: skip
+    print(
+        f"{name:22} {parameters(c) / 1e9:8.2f} B {parameters(c) * half / GiB:5.1f} GiB {token / 1024:6.0f} KiB"
+        f" {length * token / GiB:8.2f} GiB {32 * length * token / GiB:8.0f} GiB"
+    )
 
 # %% [markdown]
 # One sequence is bearable. A server runs many, and then the cache is several times the model. The 7B model is hardly
@@ -497,8 +547,10 @@ plt.show()
 # %%
 read = sum(len(engine.prompt_ids(p.question)) for p in problems)
 thought = sum(p.thinking_tokens for p in problems)
-print(f"average prompt {read / len(problems):.0f} tokens, average thinking {thought / len(problems):.0f}: "
-      f"{thought / read:.1f} times as many")  # fmt: skip
+print(
+    f"average prompt {read / len(problems):.0f} tokens, average thinking {thought / len(problems):.0f}: "
+    f"{thought / read:.1f} times as many"
+)
 
 # %% [markdown]
 # Three things get worse at once:

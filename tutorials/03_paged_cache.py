@@ -47,18 +47,29 @@ torch.set_num_threads(1)  # the model is so small that threads would wait for ea
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 PALE = {BLUE: "#bee3f8", ORANGE: "#feebc8", GREEN: "#c6f6d5", GREY: "#edf2f7"}
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
 example = Problem(
-    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    id="example",
+    family="facts",
+    answer="36, 21, 18",
+    thinking_tokens=149,
     question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
     "Find mos, mig and juv.",
-)  # fmt: skip
+)
 problems = [example, *sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)]
 prompt = engine.prompt_ids(problems[0].question)
 L, Hkv, D = config.num_layers, config.num_kv_heads, config.head_dim
@@ -96,8 +107,10 @@ lanes = cache.sequences[0].lanes  # k and v: [L, Hkv, columns, D]
 before = lanes.k.clone()
 lanes.evict(lanes.positions() == 7)
 moved = (lanes.k != before).any(-1).all(0).all(0)[: lanes.width]  # columns that now hold another token, everywhere
-print(f"without token 7, {moved.sum()} of {len(moved)} columns hold another token: "
-      f"{moved.sum() * config.kv_bytes_per_token(4):,} bytes of keys and values moved")  # fmt: skip
+print(
+    f"without token 7, {moved.sum()} of {len(moved)} columns hold another token: "
+    f"{moved.sum() * config.kv_bytes_per_token(4):,} bytes of keys and values moved"
+)
 assert moved.nonzero()[:, 0].tolist() == list(range(7, len(prompt) - 1)), "all behind it should move"
 assert torch.equal(lanes.k[:, :, 7 : len(prompt) - 1], before[:, :, 8 : len(prompt)])
 
@@ -316,8 +329,10 @@ for axis, scope in zip(axes, ("head", "layer", "sequence"), strict=True):
     positions = manager.positions(0).expand(L, Hkv, -1)  # [Lt, Ht, S], shared by all lanes that share a table
     lanes.scatter_(2, positions.clamp(min=0).long(), (positions >= 0).float())
     tables[scope] = manager.account(0).tables
-    print(f"{scope:10} {store.lists.count.numel():8} {store.shape.sharing:17} "
-          f"{store.pages.page_bytes * store.shape.sharing:17,} {tables[scope]:17,}")  # fmt: skip
+    print(
+        f"{scope:10} {store.lists.count.numel():8} {store.shape.sharing:17} "
+        f"{store.pages.page_bytes * store.shape.sharing:17,} {tables[scope]:17,}"
+    )
     assert (lanes.sum(-1) == 20).all(), "every lane should hold its budget"
     axis.imshow(lanes.flatten(0, 1), cmap="Blues", vmin=0, vmax=1.3, aspect="auto", interpolation="nearest")
     axis.set(title=f'scope "{scope}"', xlabel="token of the prompt")
@@ -443,8 +458,10 @@ assert (window.seen[-1] > window.seen[-1].max() - 128).all()
 
 for name, run in (("full", full), ("window", window), ("sieve", sieve)):
     facts = (run.seen[-1] < len(prompt)).sum()
-    print(f"{name:7} {len(run.tokens):4} tokens, of the prompt {facts:2} of {len(prompt)} are left, "
-          f"correct: {grade(run.text, problems[0].answer)}")  # fmt: skip
+    print(
+        f"{name:7} {len(run.tokens):4} tokens, of the prompt {facts:2} of {len(prompt)} are left, "
+        f"correct: {grade(run.text, problems[0].answer)}"
+    )
 assert [grade(run.text, problems[0].answer) for run in (full, window, sieve)] == [True, False, False]
 
 # %% [markdown]
@@ -469,8 +486,10 @@ plt.show()
 print(f"at the end: full {full.held[-1] / 2**20:.2f} MiB, window {window.held[-1] / 2**20:.2f} MiB")
 page = full.manager.store.pages.page_bytes * full.manager.store.shape.sharing
 waste = max(pages - held for pages, held in zip(full.paged, full.held, strict=True))
-print(f"a page of 16 tokens for all lanes has {page / 2**10:.0f} KiB; the full cache never wasted more than "
-      f"{waste / 2**10:.0f} KiB")  # fmt: skip
+print(
+    f"a page of 16 tokens for all lanes has {page / 2**10:.0f} KiB; the full cache never wasted more than "
+    f"{waste / 2**10:.0f} KiB"
+)
 assert waste < page
 assert max(window.paged) <= (128 // 16 + 1) * page
 since = window.held[129 - len(prompt) :]  # since the first token had to go
@@ -518,8 +537,10 @@ for seq, ids in enumerate(prompts):
     prefill(manager, ids, seq)
     print(f"{len(ids):4} tokens join; {pool.free:2} pages are free")
 ledger = manager.ledger()
-print(f"held {ledger.held / 2**20:.1f} MiB, all {ledger.total / 2**20:.1f} MiB: "
-      f"{100 * ledger.held / ledger.total:.0f} % in use")  # fmt: skip
+print(
+    f"held {ledger.held / 2**20:.1f} MiB, all {ledger.total / 2**20:.1f} MiB: "
+    f"{100 * ledger.held / ledger.total:.0f} % in use"
+)
 assert ledger.held > 0.7 * ledger.total
 
 extra = prompts[2][:97]
@@ -572,9 +593,18 @@ class Walkthrough(Policy):
 
 
 one = ModelConfig(
-    "Qwen3ForCausalLM", vocab_size=16, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-    num_kv_heads=2, head_dim=16, max_position=64, rms_norm_eps=1e-6, rope_theta=10000.0,
-)  # fmt: skip
+    "Qwen3ForCausalLM",
+    vocab_size=16,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+)
 thinkv = KVManager(one, Rope(one), Walkthrough(), rows=1, tokens=16, dtype=torch.bfloat16)
 thinkv.join(0, capacity=16)  # no prompt
 noise = torch.Generator().manual_seed(0)

@@ -43,18 +43,29 @@ torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
 problem = Problem(
-    id="example", family="facts", answer="36, 21, 18", thinking_tokens=149,
+    id="example",
+    family="facts",
+    answer="36, 21, 18",
+    thinking_tokens=149,
     question="Facts (mod 100): kiz = 60; piz = 48; juv = ves - 26; mig = piz - 27; ves = piz * 3; mos = piz * 7. "
     "Find mos, mig and juv.",
-)  # fmt: skip
+)
 L, Hq, Hkv, D = config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim
 
 # %% [markdown]
@@ -242,8 +253,14 @@ for name in ("bf16", "fp8", "int4", "nvfp4", "int4s", "int2", "ternary"):
 figure, axis = plt.subplots(figsize=(6.4, 3), layout="constrained")
 for column, (label, mark) in enumerate([("values", "s"), ("keys by channel", "o"), ("keys by token", "^")], 1):
     have = [row for row in table.values() if len(row) > column]
-    axis.semilogy([r[0] for r in have], [r[column] for r in have], mark, color=(GREY, BLUE, ORANGE)[column - 1],
-                  label=label, alpha=0.8)  # fmt: skip
+    axis.semilogy(
+        [r[0] for r in have],
+        [r[column] for r in have],
+        mark,
+        color=(GREY, BLUE, ORANGE)[column - 1],
+        label=label,
+        alpha=0.8,
+    )
 for name, row in table.items():
     left = name == "int4s"  # as many bits as nvfp4
     axis.annotate(name, (row[0], row[1]), (-32 if left else 7, -5 if left else -1), textcoords="offset points")
@@ -291,8 +308,10 @@ axes[2].legend()
 plt.show()
 of_values = V.abs().mean(2).amax(-1) / V.abs().mean(2).median(-1).values
 print(f"channel {channel} of these keys is {ratio.max():.1f} times as loud as the median channel of the head")
-print(f"in the median head, the loudest channel of the keys: {ratio.median():.1f} times, of the values: "
-      f"{of_values.median():.1f} times")  # fmt: skip
+print(
+    f"in the median head, the loudest channel of the keys: {ratio.median():.1f} times, of the values: "
+    f"{of_values.median():.1f} times"
+)
 assert ratio.max() > 3, "one head should have a loud channel"
 assert ratio.median() < 3, "most heads should have none"
 assert of_values[layer, head] < ratio.max() / 2
@@ -406,8 +425,10 @@ for left in (64, 32, 16, 8, 4):
     assert all(len(set(tokens_kept)) == left for tokens_kept in kept)
     results = [bytes_left(by_token, tokens_kept) for tokens_kept in kept]
     real[left] = sum(size for size, _ in results) / L
-    print(f"{left:3} left: {real[left]:5.0f} bytes a token on average over the layers, rows alive "
-          f"{min(r for _, r in results)} to {max(r for _, r in results)} of 8")  # fmt: skip
+    print(
+        f"{left:3} left: {real[left]:5.0f} bytes a token on average over the layers, rows alive "
+        f"{min(r for _, r in results)} to {max(r for _, r in results)} of 8"
+    )
 
 figure, axis = plt.subplots(figsize=(6, 2.8), layout="constrained")
 axis.semilogx(list(spread), list(spread.values()), "o--", color=GREY, base=2, label="keys by token, spread evenly")
@@ -498,8 +519,10 @@ axis.set(ylabel="attention weight", xlabel="token (position)", title=f"layer {la
 axis.legend()
 plt.show()
 here = tokenizer.decode(tokens[len(prompt) + row - 5 : len(prompt) + row + 1])
-print(f"the query stands after {here!r} and should look at {tokenizer.decode([tokens[target + 1]])!r}, position "
-      f"{target + 1}")  # fmt: skip
+print(
+    f"the query stands after {here!r} and should look at {tokenizer.decode([tokens[target + 1]])!r}, position "
+    f"{target + 1}"
+)
 
 # %% [markdown]
 # ## What errors do to the next token
@@ -538,8 +561,18 @@ def reread(keys: str, values: str, text: list[int] = tokens) -> torch.Tensor:
 assert_close(reread("fp32", "fp32"), exact, rtol=1e-3, atol=1e-2)
 print("keys              values     bits   divergence   other tokens")
 lost = {}
-pairs = ["fp8", "int4:by=token/int4", "nvfp4", "nvfp4:by=token/nvfp4", "int4s", "nvfp4/ternary", "ternary/nvfp4",
-         "int2", "ternary:by=token/ternary", "ternary"]  # fmt: skip
+pairs = [
+    "fp8",
+    "int4:by=token/int4",
+    "nvfp4",
+    "nvfp4:by=token/nvfp4",
+    "int4s",
+    "nvfp4/ternary",
+    "ternary/nvfp4",
+    "int2",
+    "ternary:by=token/ternary",
+    "ternary",
+]
 for pair in pairs:
     keys, _, values = pair.partition("/")
     values = values or keys

@@ -69,10 +69,18 @@ torch.set_num_threads(1)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 print("kernels run", "on the GPU" if device.type == "cuda" else "in Triton's interpreter, on the CPU")
 
 # %% [markdown]
@@ -107,8 +115,10 @@ print(f"{Hq} query heads, {Hkv} KV heads, D = {D}: {TOKEN} bytes for a token of 
 for b, t in steps.SHAPES:
     operations = b * Hq * t * 4 * D  # a multiplication and an addition for each number of the key and of the value
     size, busy = b * Hkv * t * TOKEN, operations / ARITHMETIC
-    print(f"{b:3} × {t:6,} tokens: {size / 1e6:7,.0f} MB, at least {least(b, t) * 1e6:6.1f} µs; "
-          f"{operations / size:.1f} operations a byte: {busy * 1e6:.1f} µs of arithmetic")  # fmt: skip
+    print(
+        f"{b:3} × {t:6,} tokens: {size / 1e6:7,.0f} MB, at least {least(b, t) * 1e6:6.1f} µs; "
+        f"{operations / size:.1f} operations a byte: {busy * 1e6:.1f} µs of arithmetic"
+    )
     assert busy < least(b, t) / 20
 print(f"for each byte read the tensor cores could do {ARITHMETIC / BANDWIDTH:.0f} operations")
 
@@ -253,12 +263,16 @@ def first_failure(attend, examples: int = EXAMPLES) -> str | None:
 
 
 q, cache, place, count = draw(9)
-print(f"example 9: q {list(q.shape)}, lanes of {count.flatten().tolist()} tokens, "
-      f"{cache.isnan().all(-1).all(-1).sum().item()} of {len(cache)} slots are free and hold NaN")  # fmt: skip
+print(
+    f"example 9: q {list(q.shape)}, lanes of {count.flatten().tolist()} tokens, "
+    f"{cache.isnan().all(-1).all(-1).sum().item()} of {len(cache)} slots are free and hold NaN"
+)
 assert first_failure(steps.gather) is None
 lengths = torch.cat([draw(number)[3].flatten() for number in range(EXAMPLES)])
-print(f"lanes of {lengths.min()} to {lengths.max()} tokens in {EXAMPLES} examples, {(lengths > 32).sum()} of "
-      f"{len(lengths)} longer than 32")  # fmt: skip
+print(
+    f"lanes of {lengths.min()} to {lengths.max()} tokens in {EXAMPLES} examples, {(lengths > 32).sum()} of "
+    f"{len(lengths)} longer than 32"
+)
 assert lengths.min() == 0
 assert lengths.max() > 2 * 32, "no lane would have three parts"
 
@@ -414,19 +428,24 @@ assert first_failure(broken) is not None
 
 # %%
 mistakes = {
-    "the end of the last tile is not masked": ("tl.where(m_t, tl.sum(k * q[None, :], 1) * scale, float(\"-inf\"))",
-                                               "tl.sum(k * q[None, :], 1) * scale"),
-    "the largest logit is not taken off": ("new = tl.maximum(top, tl.max(s, 0))",
-                                           "new = tl.full([], 0.0, tl.float32)"),
+    "the end of the last tile is not masked": (
+        'tl.where(m_t, tl.sum(k * q[None, :], 1) * scale, float("-inf"))',
+        "tl.sum(k * q[None, :], 1) * scale",
+    ),
+    "the largest logit is not taken off": (
+        "new = tl.maximum(top, tl.max(s, 0))",
+        "new = tl.full([], 0.0, tl.float32)",
+    ),
     "values are read where keys are": ("p_token + DIM, m_t", "p_token, m_t"),
     "the neighbour's lane": ("i_lane = i_head // GROUP", "i_lane = i_head // (GROUP + 1)"),
     "an empty lane divides by zero": ("tl.where(total > 0, total, 1.0)", "total"),
     "addresses have 32 bits": (".to(tl.int64)\n        p_token", "\n        p_token"),
-}  # fmt: skip
+}
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # numpy's, about the infinities that we provoke
-    found = {name: first_failure(partial(by_tile, kernel=mutant(steps._query_head, old, new)))
-             for name, (old, new) in mistakes.items()}  # fmt: skip
+    found = {}
+    for name, (old, new) in mistakes.items():
+        found[name] = first_failure(partial(by_tile, kernel=mutant(steps._query_head, old, new)))
 for name, failure in found.items():
     print(f"{name:40} {failure or 'NOT FOUND'}")
 assert [name for name, failure in found.items() if failure is None] == ["addresses have 32 bits"]
@@ -503,12 +522,16 @@ q = torch.randn(1, 4, 16, generator=noise)
 k, v = torch.randn(2, 1, 2, 100, 16, generator=noise)  # [1, Hkv, 100, D] each
 everywhere = torch.ones(1, 2, 100, dtype=torch.bool)
 whole, _ = partial_attention(q, k, v, everywhere)
-pieces = [partial_attention(q, k[:, :, i : i + 30], v[:, :, i : i + 30], everywhere[:, :, i : i + 30])
-          for i in range(0, 100, 30)]  # fmt: skip
+pieces = []
+for i in range(0, 100, 30):
+    part = slice(i, i + 30)
+    pieces.append(partial_attention(q, k[:, :, part], v[:, :, part], everywhere[:, :, part]))
 merged, _ = merge(pieces)
 plain_mean = sum(out for out, _ in pieces) / len(pieces)
-print(f"four parts, merged: error {(merged - whole).abs().max():.1e}; their plain mean: error "
-      f"{(plain_mean - whole).abs().max():.2f}")  # fmt: skip
+print(
+    f"four parts, merged: error {(merged - whole).abs().max():.1e}; their plain mean: error "
+    f"{(plain_mean - whole).abs().max():.2f}"
+)
 assert (merged - whole).abs().max() < 1e-6
 assert (plain_mean - whole).abs().max() > 0.1
 
@@ -549,8 +572,10 @@ for b, t in shapes:
     parts = math.ceil(t / split)
     again = b * Hq * parts * 2 * (D + 1) * 4
     share = again / (b * Hkv * t * TOKEN)
-    print(f"{b:3} × {t:6,}: parts of {split}, {b * Hkv * parts:,} programs; scratch {again / 1e6:5.1f} MB, "
-          f"{share:.1%} more")  # fmt: skip
+    print(
+        f"{b:3} × {t:6,}: parts of {split}, {b * Hkv * parts:,} programs; scratch {again / 1e6:5.1f} MB, "
+        f"{share:.1%} more"
+    )
     assert 0.01 < share < 0.04
 
 
@@ -596,8 +621,9 @@ for variant in itertools.islice(variants(), 9):
         "async": ptx.count("cp.async.cg"), "mma": ptx.count("mma.sync"),
     }))
 """
-done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True,
-                      text=True)  # fmt: skip
+done = subprocess.run(
+    [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+)
 assert done.returncode == 0, done.stderr
 facts = [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -613,8 +639,10 @@ print("                                    bytes of    registers      programs t
 print("kernel       tokens  warps  stages  shared mem.  a thread   by shared, by registers   cp.async    mma")
 for fact in facts:
     by_shared, by_registers = fit(fact)
-    print(f"{fact['kernel']:12} {fact['tokens']:6} {fact['num_warps']:6} {fact['num_stages']:7} {fact['shared']:12,} "
-          f"{fact['registers']:9} {by_shared:11} {by_registers:13} {fact['async']:10} {fact['mma']:6}")  # fmt: skip
+    print(
+        f"{fact['kernel']:12} {fact['tokens']:6} {fact['num_warps']:6} {fact['num_stages']:7} {fact['shared']:12,} "
+        f"{fact['registers']:9} {by_shared:11} {by_registers:13} {fact['async']:10} {fact['mma']:6}"
+    )
 made = {(fact["kernel"], fact["tokens"], fact["num_warps"], fact["num_stages"]): fact for fact in facts}
 split, flying = made[("_part", *steps.SPLIT)], made[("_part", *steps.FLIGHT)]
 assert split["async"] == 0 < flying["async"]
@@ -627,15 +655,22 @@ assert min(fit(split)) == 4, "registers are what is short"
 
 # %%
 length = {shape: steps.part_length(shape[1]) for shape in shapes}
-compare("split", *(predict(running(*shape, length[shape], min(fit(split))), steps.SPLIT.tokens * kv, waits=2,
-                           more=scratch(length[shape])) for shape in shapes))  # fmt: skip
+limits = []
+for shape in shapes:
+    programs = running(*shape, length[shape], min(fit(split)))
+    limits.append(predict(programs, steps.SPLIT.tokens * kv, waits=2, more=scratch(length[shape])))
+compare("split", *limits)
 if complete:
-    print(f"{many[0]} × {many[1]:,}: {took('group', many):.0f} µs in step 2, {took('split', many):.0f} µs now; "
-          f"{long[0]} × {long[1]:,}: {took('group', long):,.0f} µs and {took('split', long):.0f} µs")  # fmt: skip
+    print(
+        f"{many[0]} × {many[1]:,}: {took('group', many):.0f} µs in step 2, {took('split', many):.0f} µs now; "
+        f"{long[0]} × {long[1]:,}: {took('group', long):,.0f} µs and {took('split', long):.0f} µs"
+    )
     turns = length[long] // steps.SPLIT.tokens
     turn = took("group", long) * steps.GROUP.tokens / long[1]
-    print(f"a part of {length[long]} tokens has {turns} turns; if one takes {turn:.1f} µs, as in step 2, "
-          f"that is {turns * turn:.0f} µs")  # fmt: skip
+    print(
+        f"a part of {length[long]} tokens has {turns} turns; if one takes {turn:.1f} µs, as in step 2, "
+        f"that is {turns * turn:.0f} µs"
+    )
 
 # %% [markdown]
 # For many sequences step 3 is no gain and costs a little. There were programs enough before, and now there are more
@@ -681,8 +716,11 @@ for stages in (1, 2, 3, 5, 7):
     else:
         print(f"{stages:6}                        – {min(fit(fact)):30}     while it waits, not otherwise")
 assert [tiles[stages] for stages in (2, 3, 5, 7)] == [1, 1, 2, 3]
-compare("flight", *(predict(running(*shape, length[shape], min(fit(flying))), tiles[steps.FLIGHT.stages] * tile,
-                            waits=2, more=scratch(length[shape])) for shape in shapes))  # fmt: skip
+limits = []
+for shape in shapes:
+    programs = running(*shape, length[shape], min(fit(flying)))
+    limits.append(predict(programs, tiles[steps.FLIGHT.stages] * tile, waits=2, more=scratch(length[shape])))
+compare("flight", *limits)
 in_flight = partial(steps.parts, cut=Cut(tokens=16, warps=2, stages=5), split=32)
 assert first_failure(in_flight) is None
 print("equals the reference")
@@ -699,8 +737,10 @@ for b, t in shapes:
     print(f"{b} × {t:,} tokens" + ("" if rows else ": not measured yet"))
     for m in sorted(rows, key=lambda m: -m["share"]):
         cut = Cut(**m["cut"])
-        print(f"  {m['share']:6.1%}  tiles of {cut.tokens:3}, {cut.warps} warps, {cut.stages} stages"
-              + ("   <- ours" if cut == steps.FLIGHT else ""))  # fmt: skip
+        print(
+            f"  {m['share']:6.1%}  tiles of {cut.tokens:3}, {cut.warps} warps, {cut.stages} stages"
+            + ("   <- ours" if cut == steps.FLIGHT else "")
+        )
 
 # %% [markdown]
 # ## All steps
@@ -722,16 +762,22 @@ for axis, (b, t) in zip(axes, shapes, strict=True):
 axes[0].set_yticks(range(len(titles)), titles.values())
 axes[0].invert_yaxis()
 legend = {"bound": "#e2e8f0", "measured, steps": BLUE, "measured, beside them": GREEN}
-figure.legend(handles=[Patch(color=color, label=label) for label, color in legend.items()],
-              loc="outside lower center", ncols=3, fontsize=7)  # fmt: skip
+figure.legend(
+    handles=[Patch(color=color, label=label) for label, color in legend.items()],
+    loc="outside lower center",
+    ncols=3,
+    fontsize=7,
+)
 if not measured:
     figure.suptitle("bounds only: nothing has been measured yet", fontsize=9, color=ORANGE)
 plt.show()
 if complete:
     for shape in shapes:
         reached = {name: measured[(name, *shape)]["share"] for name in ("flight", "kernel", "sdpa")}
-        print(f"{shape[0]:2} × {shape[1]:6,}: step 4 {reached['flight']:.0%}, kernels/paged_attention.py "
-              f"{reached['kernel']:.0%}, torch on contiguous memory {reached['sdpa']:.0%}")  # fmt: skip
+        print(
+            f"{shape[0]:2} × {shape[1]:6,}: step 4 {reached['flight']:.0%}, kernels/paged_attention.py "
+            f"{reached['kernel']:.0%}, torch on contiguous memory {reached['sdpa']:.0%}"
+        )
 
 # %% [markdown]
 # We wanted a share near 100 %, and have not reached it. For many sequences it can be had, at least on contiguous
@@ -784,8 +830,10 @@ ours = [
     steps.parts(q[:n], *steps.inputs(s, 0), longest=most)[0] for n, s, most in ((1, alone, 200), (2, beside, 1100))
 ]
 real = [paged_attention(q[:n], Reading(s), 0)[0][0] for n, s in ((1, alone), (2, beside))]
-print(f"step 4:  parts of {steps.part_length(200)} alone, of {steps.part_length(1100)} beside; "
-      f"difference {(ours[0] - ours[1]).abs().max():.1e}")  # fmt: skip
+print(
+    f"step 4:  parts of {steps.part_length(200)} alone, of {steps.part_length(1100)} beside; "
+    f"difference {(ours[0] - ours[1]).abs().max():.1e}"
+)
 print(f"real:    difference {(real[0] - real[1]).abs().max():.1e}")
 assert torch.equal(real[0], real[1]), "a batch should never be worse than its parts"
 assert 0 < (ours[0] - ours[1]).abs().max() < 1e-6
@@ -797,13 +845,17 @@ assert 0 < (ours[0] - ours[1]).abs().max() < 1e-6
 packed = store_of([70, 9], ("nvfp4",))
 want, want_mass = reference(q, Reading(packed), 0, "mean")
 got, mass = paged_attention(q, Reading(packed), 0, "mean")
-print(f"NVFP4: output differs by {(got - want).abs().max():.1e}, mass by {(mass - want_mass).abs().max():.1e}; "
-      f"the masses of a lane sum to {mass[0, 0].sum():.6f}")  # fmt: skip
+print(
+    f"NVFP4: output differs by {(got - want).abs().max():.1e}, mass by {(mass - want_mass).abs().max():.1e}; "
+    f"the masses of a lane sum to {mass[0, 0].sum():.6f}"
+)
 assert (got - want).abs().max() < 1e-5
 assert (mass - want_mass).abs().max() < 1e-5
 four, sixteen = D // 2 * 2 + 2 * D // 16 + 4, TOKEN
-print(f"bytes of a token of a lane at D = {D}: {sixteen} in bfloat16, {four} in NVFP4: "
-      f"at the same bandwidth {sixteen / four:.1f} times as fast")  # fmt: skip
+print(
+    f"bytes of a token of a lane at D = {D}: {sixteen} in bfloat16, {four} in NVFP4: "
+    f"at the same bandwidth {sixteen / four:.1f} times as fast"
+)
 assert 3.3 < sixteen / four < 3.6
 
 # %% [markdown]

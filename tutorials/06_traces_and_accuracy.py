@@ -42,10 +42,18 @@ from minithink.trace.format import NEVER, read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 # %% [markdown]
 # ## A small evaluation
@@ -137,9 +145,11 @@ for policy, budget in (("window", BUDGETS[0]), (RKV, BUDGETS[0])):
     [traces[policy]] = file.traces.values()
     trace = traces[policy]
     lost = (trace.gone != NEVER).sum(1)  # of each table
-    print(f"{policy}: {trace.prompt} tokens of prompt, {trace.steps} generated, "
-          f"{trace.head.units} {'tables; each' if trace.head.units > 1 else 'table for all heads; it'} lost "
-          f"{lost.max()} tokens, at {len(np.unique(trace.evict_step))} different steps")  # fmt: skip
+    print(
+        f"{policy}: {trace.prompt} tokens of prompt, {trace.steps} generated, "
+        f"{trace.head.units} {'tables; each' if trace.head.units > 1 else 'table for all heads; it'} lost "
+        f"{lost.max()} tokens, at {len(np.unique(trace.evict_step))} different steps"
+    )
     assert lost.min() == lost.max(), "every head has the same budget"
 
 trace = traces[RKV]
@@ -201,9 +211,11 @@ for name in given:
     used = re.findall(rf"\b{name}\b", "".join(trace.texts[trace.prompt :]))
     copies = [i for i, text in enumerate(trace.texts) if text.strip() == trace.texts[at].strip()]
     some = int(trace.kept(trace.steps)[:, copies].any(1).sum())
-    print(f"{name} = {given[name]}: named {len(used)} times in the thinking, kept at the end by {heads[-1]} of "
-          f"{trace.head.units} heads, it or a later {given[name]} by {some}"
-          + ("" if name in needed else " (a distraction)"))  # fmt: skip
+    print(
+        f"{name} = {given[name]}: named {len(used)} times in the thinking, kept at the end by {heads[-1]} of "
+        f"{trace.head.units} heads, it or a later {given[name]} by {some}"
+        + ("" if name in needed else " (a distraction)")
+    )
     axis.plot(heads, color=BLUE if name in needed else GREY, label=f"{name} = {given[name]}")
 moments = {int(step) for name in given for step in trace.gone[:, place(name)]}
 assert len(moments) > 1, "the heads should not agree on when to let a value go"

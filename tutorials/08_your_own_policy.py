@@ -185,8 +185,9 @@ def recorded(policy, budget):
     """One problem under a policy: its result, and the trace of what happened."""
     path = Path(temporary.name) / f"{policy.partition(':')[0]}-{budget}.trace"
     recorder = Recorder(path, engine.tokenizer)
-    [result] = engine.generate(questions[0], policy=policy, budget=budget, recorder=recorder,
-                               schedule=SAME["schedule"], **GREEDY)  # fmt: skip
+    [result] = engine.generate(
+        questions[0], policy=policy, budget=budget, recorder=recorder, schedule=SAME["schedule"], **GREEDY
+    )
     recorder.close()
     return result, traces.read(path).traces[0]
 
@@ -266,8 +267,10 @@ for axis, (name, (result, trace)) in zip(axes, runs.items(), strict=True):
     right = "right" if grade(result.text, problems[0].answer) else "wrong"
     axis.set(title=f"{name}: {right}, {end} thinking tokens", ylabel="KV head")
     fresh = kept[:, -int(kept.sum(1).max()) :].mean()  # of as many tokens as a head holds
-    print(f"{name}: a window of the same size shares {fresh:.0%} of a head's tokens; no head holds "
-          f"{(~kept.any(0)).sum()} of {end} tokens")  # fmt: skip
+    print(
+        f"{name}: a window of the same size shares {fresh:.0%} of a head's tokens; no head holds "
+        f"{(~kept.any(0)).sum()} of {end} tokens"
+    )
     assert kept[:, -8:].all(), "the newest tokens should stay"
 axes[1].set(xlabel="thinking tokens, the newest on the right")
 plt.show()
@@ -296,8 +299,10 @@ for k, (name, color) in enumerate(zip(names, COLORS, strict=True)):
         right[name, budget] = [grade(r.text, p.answer) for r, p in zip(results, problems, strict=True)]
     share = [sum(right[name, b]) / len(problems) for b in BUDGETS]
     low, high = zip(*(wilson(s, len(problems)) for s in share), strict=True)
-    print(f"{name:7}", *(f"{b} tokens: {sum(right[name, b])} of {len(problems)}, {lo:.0%} to {hi:.0%}   "
-                         for b, lo, hi in zip(BUDGETS, low, high, strict=True)))  # fmt: skip
+    print(f"{name:7}", end="")
+    for b, lo, hi in zip(BUDGETS, low, high, strict=True):
+        print(f" {b} tokens: {sum(right[name, b])} of {len(problems)}, {lo:.0%} to {hi:.0%}   ", end="")
+    print()
     bars = [[s - lo for s, lo in zip(share, low, strict=True)], [hi - s for s, hi in zip(share, high, strict=True)]]
     axis.errorbar([b + 1.5 * k for b in BUDGETS], share, bars, color=color, marker="o", capsize=3, label=name)
 axis.set(
@@ -330,8 +335,10 @@ for budget in BUDGETS:
         pairs = list(zip(right["loud", budget], right[name, budget], strict=True))
         a, b = pairs.count((True, False)), pairs.count((False, True))
         verdict = "a difference" if toss(a, b) < 0.05 else "no verdict"
-        print(f"budget {budget}: only loud right {a}, only {name} right {b}: a coin does that with "
-              f"{toss(a, b):.0%}: {verdict}")  # fmt: skip
+        print(
+            f"budget {budget}: only loud right {a}, only {name} right {b}: a coin does that with "
+            f"{toss(a, b):.0%}: {verdict}"
+        )
 low, high = wilson(1.0, len(problems))
 print(f"even {len(problems)} of {len(problems)} leaves {low:.0%} to {high:.0%}")
 assert low < 0.7, "few problems leave much open"
@@ -347,8 +354,10 @@ assert low < 0.7, "few problems leave much open"
 # runs it on 200 problems of each family, on a GPU: `python -m minithink.bench sweep loud --device cuda`.
 
 # %%
-sweep = Sweep("what adds most to what a head reads, beside the newest tokens, lots and R-KV",
-              tuple(f"{name}:protect_prompt=true" for name in ("loud", "window", "random", "rkv")))  # fmt: skip
+sweep = Sweep(
+    "what adds most to what a head reads, beside the newest tokens, lots and R-KV",
+    tuple(f"{name}:protect_prompt=true" for name in ("loud", "window", "random", "rkv")),
+)
 print(sweep.what, sweep.policies, sweep.budgets, sweep.problems, sep="\n")
 assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 

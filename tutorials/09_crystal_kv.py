@@ -62,10 +62,19 @@ found = sum(mass[:, :, asks[name], list(places)].sum(-1) for name, places in car
 looker = divmod(found.argmax().item(), H)  # the head that looks at the triangles most
 
 figure, axes = plt.subplots(2, 1, figsize=(10, 6), sharex=True, layout="constrained")
-for axis, rows, title in ((axes[0], mass.mean((0, 1)), "mean of all 32 heads"),
-                          (axes[1], mass[looker], f"layer {looker[0]}, KV head {looker[1]}")):  # fmt: skip
-    axis.imshow(rows[spoken, P:T], aspect="auto", cmap="magma_r", vmin=0, vmax=0.05, interpolation="nearest",
-                extent=(0, T - P, len(spoken), 0))  # fmt: skip
+for axis, rows, title in (
+    (axes[0], mass.mean((0, 1)), "mean of all 32 heads"),
+    (axes[1], mass[looker], f"layer {looker[0]}, KV head {looker[1]}"),
+):
+    axis.imshow(
+        rows[spoken, P:T],
+        aspect="auto",
+        cmap="magma_r",
+        vmin=0,
+        vmax=0.05,
+        interpolation="nearest",
+        extent=(0, T - P, len(spoken), 0),
+    )
     for name, places in carriers.items():
         axis.plot([x - P + 0.5 for x in places], [asks[name] - T + 1.4] * len(places), "^", color=BLUE, markersize=5)
     axis.set(title=f"which thinking tokens the answer looks at: {title} (dark: at least 5 % of the attention)")
@@ -77,8 +86,10 @@ assert reading.parsed == 1, "the rules should understand every line"
 print(problem.question, "\n…", "".join(pieces[T - 45 :]).strip())
 for name, places in carriers.items():
     given = mass[:, :, asks[name], list(places)].sum(-1)
-    print(f"{name}: at {[i - P for i in places]}; layer {looker[0]}, head {looker[1]} gives them {given[looker]:.0%} "
-          f"of its attention, all heads on average {given.mean():.1%}")  # fmt: skip
+    print(
+        f"{name}: at {[i - P for i in places]}; layer {looker[0]}, head {looker[1]} gives them {given[looker]:.0%} "
+        f"of its attention, all heads on average {given.mean():.1%}"
+    )
     assert given[looker] > 10 * len(places) / T, "far more than even attention would give"
 
 # %% [markdown]
@@ -312,8 +323,10 @@ for name, rule in rules.items():
     yes = torch.stack([left[:, list(n.places)].amax(1) > s - P for n, s in zip(asked, start, strict=True)], 1)
     assert abs(yes.double().mean() - needed_kept(reading, left, P, beyond_prompt=True).kept) < 1e-9
     met[name], stays[name] = yes.double().mean(0).numpy(), left[:, P:T] == HELD
-    print(f"{name:12} keeps {met[name].mean():6.1%} of {len(asked)} needs (mean over heads), "
-          f"{met[name][numbers].mean():6.1%} of the answer's three numbers")  # fmt: skip
+    print(
+        f"{name:12} keeps {met[name].mean():6.1%} of {len(asked)} needs (mean over heads), "
+        f"{met[name][numbers].mean():6.1%} of the answer's three numbers"
+    )
 edges, far = [0, 16, 64, quarter - P, T], {}
 figure, axis = plt.subplots(figsize=(8, 2.6), layout="constrained")
 for k, (name, color) in enumerate(zip(("window", "random", "λ = 0.6", "λ = 1 (LFU)"), COLORS, strict=True)):

@@ -58,10 +58,18 @@ torch.set_num_threads(1)  # the model is so small that threads would wait for ea
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 COLORS = {REASONING: GREEN, EXECUTION: BLUE, TRANSITION: ORANGE}
 LETTER = {REASONING: "R", EXECUTION: "E", TRANSITION: "T"}
-plt.rcParams.update({
-    "figure.facecolor": "white", "axes.facecolor": "white", "figure.dpi": 110, "font.size": 9,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 9, "legend.frameon": False,
-})  # fmt: skip
+plt.rcParams.update(
+    {
+        "figure.facecolor": "white",
+        "axes.facecolor": "white",
+        "figure.dpi": 110,
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 9,
+        "legend.frameon": False,
+    }
+)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -123,8 +131,10 @@ for ids, r in zip(texts, results, strict=True):
     found.append(sparsity(engine.loaded, ids, r.prompt_tokens))
 assert_close(by_hand, found[0], rtol=0, atol=0.02)  # a weight may lie on the edge
 assert all(u.min() >= 0 and u.max() < 1 for u in found), "the largest weight is never below 1 % of itself"
-print(f"{[len(u) for u in found]} generated tokens; mean sparsity by layer:",
-      " ".join(f"{x:.2f}" for x in torch.cat(found).mean(0)))  # fmt: skip
+print(
+    f"{[len(u) for u in found]} generated tokens; mean sparsity by layer:",
+    " ".join(f"{x:.2f}" for x in torch.cat(found).mean(0)),
+)
 
 # %% [markdown]
 # The *calibration* says which layers tell thoughts apart (the paper calls them L\*), and where the thresholds θ1 and
@@ -154,8 +164,12 @@ for at, color in ((min(below, key=below.get), BLUE), (max(below, key=below.get),
     p = sorted_rows[at]
     axes[0].semilogy(p / p[0], color=color, label=f"token {at}: {below[at]:.0%} below 1 %")
 axes[0].axhline(0.01, color=GREY, linewidth=0.8)
-axes[0].set(title=f"layer {layers[0]}, first KV head", xlabel="cached tokens, sorted", ylabel="weight / largest",
-            ylim=(1e-6, 1.5))  # fmt: skip
+axes[0].set(
+    title=f"layer {layers[0]}, first KV head",
+    xlabel="cached tokens, sorted",
+    ylabel="weight / largest",
+    ylim=(1e-6, 1.5),
+)
 axes[0].legend()
 for kind, color in COLORS.items():
     here = (words[0] == kind).nonzero()[:, 0]
@@ -555,12 +569,29 @@ class Told(ThinKV):
 
 
 one = ModelConfig(
-    "Qwen3ForCausalLM", vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2,
-    num_kv_heads=2, head_dim=16, max_position=64, rms_norm_eps=1e-6, rope_theta=10000.0,
-)  # fmt: skip
+    "Qwen3ForCausalLM",
+    vocab_size=32,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position=64,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+)
 PROMPT = 4
-SETTINGS = {"budget": 100, "tau": 4, "g": 4, "block": 4, "retention": "2", "key_axis": "channel", "layers": "0",
-            "thresholds": "0.5/0.5"}  # fmt: skip
+SETTINGS = {
+    "budget": 100,
+    "tau": 4,
+    "g": 4,
+    "block": 4,
+    "retention": "2",
+    "key_axis": "channel",
+    "layers": "0",
+    "thresholds": "0.5/0.5",
+}
 toy, plain = (
     kind(one, Rope(one), Told(**SETTINGS), rows=1, tokens=PROMPT + 16, dtype=torch.bfloat16)
     for kind in (KVManager, PlainCache)
@@ -764,9 +795,12 @@ seen = sparsity(engine.loaded, prompt + full.token_ids, P - 1)[::tau, layers].me
 for transitions in (0.4, 0.7, 0.2):
     low, high = seen.quantile(torch.tensor([(1 - transitions) / 2, 1 - transitions])).tolist()
     thinkv = ThinKV(
-        budget=P + 80, tau=tau, retention="16/8/4",
-        layers="/".join(map(str, layers)), thresholds=f"{low:.5f}/{high:.5f}",
-    )  # fmt: skip
+        budget=P + 80,
+        tau=tau,
+        retention="16/8/4",
+        layers="/".join(map(str, layers)),
+        thresholds=f"{low:.5f}/{high:.5f}",
+    )
     short = think(thinkv, prompt, most=min(360, len(full.token_ids) + 40))
     if min(short.cases) > 0:
         break

@@ -189,10 +189,15 @@ for axis, (name, policy) in zip(
             axis.plot([b, e + 1], [-1, -1], color=ORANGE, linewidth=4, solid_capstyle="butt")
     held[name] = (float(kept[:, inside].mean()), float(kept[:, ~inside].mean()))
     axis.imshow(kept, aspect="auto", cmap="Blues", interpolation="nearest", extent=(0, end, len(kept), 0))
-    axis.set(title=f"{name}: {'right' if grade(result.text, problem.answer) else 'wrong'}, {end} thinking tokens",
-             ylabel="KV head", ylim=(len(kept), -2))  # fmt: skip
-    print(f"{name}: a head holds {held[name][0]:.0%} of the tokens of repeated sentences, {held[name][1]:.0%} of the "
-          f"others. {result.kv_notes}")  # fmt: skip
+    axis.set(
+        title=f"{name}: {'right' if grade(result.text, problem.answer) else 'wrong'}, {end} thinking tokens",
+        ylabel="KV head",
+        ylim=(len(kept), -2),
+    )
+    print(
+        f"{name}: a head holds {held[name][0]:.0%} of the tokens of repeated sentences, {held[name][1]:.0%} of the "
+        f"others. {result.kv_notes}"
+    )
 axes[1].set(xlabel="thinking tokens, the newest on the right")
 plt.show()
 assert held["skipkv"][0] < held["rkv"][0], "SkipKV should drop more of what was said again"

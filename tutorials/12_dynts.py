@@ -74,8 +74,10 @@ assert share < 0.5, "few tokens should carry much of the attention"
 
 # %%
 rows = torch.tensor([
-    [[1, 0, 2, 1, 0], [0, 1, 3, 0, 1], [1, 0, 4, 0, 1]], [[1, 1, 2, 0, 1], [1, 0, 3, 1, 1], [0, 0, 3, 1, 2]],
-    [[1, 0, 3, 0, 1], [0, 0, 2, 0, 2], [1, 1, 2, 1, 0]], [[0, 1, 2, 0, 1], [1, 0, 3, 0, 1], [1, 0, 3, 0, 1]],
+    [[1, 0, 2, 1, 0], [0, 1, 3, 0, 1], [1, 0, 4, 0, 1]],
+    [[1, 1, 2, 0, 1], [1, 0, 3, 1, 1], [0, 0, 3, 1, 2]],
+    [[1, 0, 3, 0, 1], [0, 0, 2, 0, 2], [1, 1, 2, 1, 0]],
+    [[0, 1, 2, 0, 1], [1, 0, 3, 0, 1], [1, 0, 3, 0, 1]],
 ]) / 10  # fmt: skip
 summed = rows.sum(1).mean(0)  # over the answer, then over the four heads
 target = summed / summed.mean()
@@ -106,8 +108,10 @@ for axis, (name, truth) in zip(axes, scores.items(), strict=True):
     axis.set(title=name, xlabel="true score", ylabel="predicted" if name == "answer" else "")
     found, other = overlap(score, truth, 30), overlap(newest, truth, 30)
     tau, by_age = kendall(score, truth), kendall(newest, truth)
-    print(f"{name}: τ {tau:.2f} (the newest first: {by_age:.2f}); of the true top 20 % {found:.0%} are in the "
-          f"predicted top 30 % (newest first: {other:.0%})")  # fmt: skip
+    print(
+        f"{name}: τ {tau:.2f} (the newest first: {by_age:.2f}); of the true top 20 % {found:.0%} are in the "
+        f"predicted top 30 % (newest first: {other:.0%})"
+    )
 plt.show()
 print(f"{len(needed) / N:.0%} of the tokens are needed: the true top 20 % of needs also has tokens with the score 0")
 assert len(needed) / N < 0.2
@@ -158,8 +162,10 @@ print(f"B {B}, W_s {W_s}, k {k}, K {K}; full cache {M + N}, right: {grade(own.te
 assert lengths[1 : thought + 1] == [length(i, M, B, K) for i in range(1, thought + 1)]
 trigger = next(i for i in range(1, thought) if lengths[i] < lengths[i - 1])  # the first
 question, selected, local = lists[trigger][:M], lists[trigger][M : M + k], lists[trigger][M + k :]
-print(f"at the first trigger, after {trigger} tokens: the question's {M} tokens stay, the last {W_l}, and {k} of the "
-      f"{W_s} between them, from position {selected[0]} to {selected[-1]}")  # fmt: skip
+print(
+    f"at the first trigger, after {trigger} tokens: the question's {M} tokens stay, the last {W_l}, and {k} of the "
+    f"{W_s} between them, from position {selected[0]} to {selected[-1]}"
+)
 assert question == list(range(M)), "the question should stay"
 assert local == list(range(M + trigger - W_l, M + trigger)), "the newest tokens should stay"
 figure, axis = plt.subplots(figsize=(10, 2.4), layout="constrained")
