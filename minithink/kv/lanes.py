@@ -82,25 +82,27 @@ class Lanes:
         self.dtype = dtype
         self.pairs = [pair_of(name, shape.head_dim, dtype) for name in storage.formats]
         checks.storable(storage, by_token=any(pair.by_token for pair in self.pairs))
+        device = shape.device
         tables, _, heads = shape.tables
         of_numbers = (shape.layers, shape.kv_heads, FIRST_COLUMNS, shape.head_dim)  # [L, Hkv, S, D]
         of_tokens = (tables, heads, FIRST_COLUMNS)  # [Lt, Ht, S]
-        self.k = torch.zeros(of_numbers, dtype=dtype, device=shape.device)
+        self.k = torch.zeros(of_numbers, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
-        self.pos = torch.full(of_tokens, -1, dtype=torch.int32, device=shape.device)
-        self.fmt = torch.zeros(of_tokens, dtype=torch.uint8, device=shape.device)
-        self.count = torch.zeros(tables, heads, dtype=torch.int32, device=shape.device)
+        self.pos = torch.full(of_tokens, -1, dtype=torch.int32, device=device)
+        self.fmt = torch.zeros(of_tokens, dtype=torch.uint8, device=device)
+        self.count = torch.zeros(tables, heads, dtype=torch.int32, device=device)
         self.kind = torch.zeros_like(self.fmt)  # thought type of the segment in which the token was stored
         # Tokens whose keys were quantized together by token share a group; its number counts the scales' bytes.
-        self.group = torch.zeros(of_tokens, dtype=torch.int32, device=shape.device)
+        self.group = torch.zeros_like(self.pos)
         self.groups = 0  # groups so far; the next one gets this number
         # Integers shrink bit by bit from the first format that a number was quantized in (PM-KVQ). So the number
         # before its quantization is kept, and which format was its first.
-        self.exact_k = torch.zeros_like(self.k) if storage.shrink else self.k[:, :, :0]
+        none = self.k[:, :, :0]
+        self.exact_k = torch.zeros_like(self.k) if storage.shrink else none
         self.exact_v = torch.zeros_like(self.exact_k)
         self.first_fmt = torch.zeros_like(self.fmt)
         # FP32 scales of keys and of values in each format, for every layer
-        self.k_scale = torch.ones(len(self.pairs), shape.layers, 1, 1, device=shape.device)
+        self.k_scale = torch.ones(len(self.pairs), shape.layers, 1, 1, device=device)
         self.v_scale = torch.ones_like(self.k_scale)
         self.length = 0  # tokens seen, evicted ones too
         self.width = 0  # tokens of the fullest lane
@@ -132,9 +134,16 @@ class Lanes:
         """uint8 [Lt, Ht, S]; behind a lane's last token it means nothing."""
         return self.fmt[..., : self.width]
 
+    def kinds(self) -> Tensor:
+        """The thought type of each token, uint8 [Lt, Ht, S]; behind a lane's last token it means nothing."""
+        return self.kind[..., : self.width]
+
     def valid(self, layer: int) -> Tensor | None:
         """The columns of a layer that hold a token: bool [Ht, S]; None: all do."""
-        return None if self.even else self.pos[self.table(layer), :, : self.width] >= 0
+        if self.even:
+            return None
+        pos = self.positions()[self.table(layer)]
+        return pos >= 0
 
     # -- new tokens
 
@@ -166,20 +175,28 @@ class Lanes:
     @property
     def home(self) -> int:
         """The format of the running segment's type, as an index into Storage.formats."""
-        return self.storage.formats.index(self.storage.thoughts[self.thought])
+        return self._format_of_type(self.thought)
+
+    def _format_of_type(self, thought: int) -> int:
+        """The format of a thought type, as an index into Storage.formats."""
+        name = self.storage.thoughts[thought]
+        return self.storage.formats.index(name)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the new tokens of a layer. k (rotated), v: [n, Hkv, D]."""
         k = k.transpose(0, 1)  # [Hkv, n, D]
         v = v.transpose(0, 1)
-        new = self._new[self.table(layer)][..., None].expand(k.shape)
+        columns = self._new[self.table(layer)]  # [Ht, n]
+        new = columns[..., None].expand(k.shape)
         if self.storage.shrink:
             self.exact_k[layer].scatter_(1, new, k)
             self.exact_v[layer].scatter_(1, new, v)
-        if not self.reads_prompt and not self.storage.buffer and not self.pairs[self.home].plain:
-            f = self.home
-            k = rounded(self.pairs[f].k, k, self.k_scale[f, layer])
-            v = rounded(self.pairs[f].v, v, self.v_scale[f, layer])
+        waits = self.reads_prompt or self.storage.buffer > 0
+        f = self.home
+        pair = self.pairs[f]
+        if not waits and not pair.plain:
+            k = rounded(pair.k, k, self.k_scale[f, layer])
+            v = rounded(pair.v, v, self.v_scale[f, layer])
         self.k[layer].scatter_(1, new, k)
         self.v[layer].scatter_(1, new, v)
 
@@ -190,42 +207,51 @@ class Lanes:
             return
         more = max(columns + 1, 2 * have) - have
         widen = torch.nn.functional.pad
-        self.k = widen(self.k, (0, 0, 0, more))
-        self.v = widen(self.v, (0, 0, 0, more))
-        self.pos = widen(self.pos, (0, more), value=-1)
-        self.fmt = widen(self.fmt, (0, more))
-        self.kind = widen(self.kind, (0, more))
-        self.group = widen(self.group, (0, more))
-        self.first_fmt = widen(self.first_fmt, (0, more))
+        by_token = (0, more)
+        by_number = (0, 0, 0, more)
+        self.k = widen(self.k, by_number)
+        self.v = widen(self.v, by_number)
+        self.pos = widen(self.pos, by_token, value=-1)
+        self.fmt = widen(self.fmt, by_token)
+        self.kind = widen(self.kind, by_token)
+        self.group = widen(self.group, by_token)
+        self.first_fmt = widen(self.first_fmt, by_token)
         if self.storage.shrink:
-            self.exact_k = widen(self.exact_k, (0, 0, 0, more))
-            self.exact_v = widen(self.exact_v, (0, 0, 0, more))
+            self.exact_k = widen(self.exact_k, by_number)
+            self.exact_v = widen(self.exact_v, by_number)
 
     # -- eviction
 
     def evict(self, drop: Tensor) -> None:
         """Drop tokens; those behind them move up and keep their order. drop: bool [Lt, Ht, S]."""
         before = self.width
-        stays = (self.positions() >= 0) & ~drop
+        held = self.positions() >= 0
+        stays = held & ~drop
         self.count = stays.sum(-1, dtype=torch.int32)
         self.width = int(self.count.max())
-        self.even = bool((self.count == self.width).all())
+        full = self.count == self.width
+        self.even = bool(full.all())
         # A stable sort puts the columns of remaining tokens first.
-        order = stays.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+        first = stays.to(torch.uint8)
+        order = first.argsort(dim=-1, descending=True, stable=True)
         order = order[..., : self.width]
         column = torch.arange(self.width, device=drop.device)
         filled = column < self.count[..., None]  # columns with a token
         for per_token in (self.pos, self.fmt, self.kind, self.group, self.first_fmt):
             empty = -1 if per_token is self.pos else 0
-            moved = per_token.gather(-1, order).where(filled, empty)
-            per_token[..., : self.width] = moved
+            moved = per_token.gather(-1, order)
+            per_token[..., : self.width] = moved.where(filled, empty)
             per_token[..., self.width : before] = empty
         order = self._in_all_lanes(order)
         filled = self._in_all_lanes(filled)[..., None]
-        numbers = [self.k, self.v, self.exact_k, self.exact_v] if self.storage.shrink else [self.k, self.v]
+        numbers = [self.k, self.v]
+        if self.storage.shrink:
+            numbers += [self.exact_k, self.exact_v]
         for x in numbers:
             moved = pick(x, order)
-            x[:, :, : self.width] = moved if self.even else moved.where(filled, 0)
+            if not self.even:
+                moved = moved.where(filled, 0)
+            x[:, :, : self.width] = moved
             x[:, :, self.width : before] = 0
 
     def _in_all_lanes(self, x: Tensor) -> Tensor:
@@ -234,7 +260,15 @@ class Lanes:
 
     # -- quantization
 
-    def quantize(self, which: Tensor, place: Tensor, n: int, f: int, *, shrink: bool = False) -> None:
+    def quantize(
+        self,
+        which: Tensor,
+        place: Tensor,
+        n: int,
+        f: int,
+        *,
+        shrink: bool = False,
+    ) -> None:
         """Round tokens to a format, as if they were stored in it.
 
         Args:
@@ -246,24 +280,22 @@ class Lanes:
             shrink: the integers of these tokens lose bits; False: the numbers are rounded as they are.
         """
         pair = self.pairs[f]
-        # The column of every place; the one behind the last token where no token stands.
-        columns = torch.full((*which.shape[:2], n + 1), self.width, device=which.device)
-        own = torch.arange(self.width, device=which.device).expand(which.shape)
-        into = torch.where(which, place, n).long()
-        columns.scatter_(-1, into, own)
-        columns = columns[..., :n]
+        columns = self._columns_of_places(which, place, n)
         valid = self._in_all_lanes(columns < self.width)
-        index = self._in_all_lanes(columns)[..., None].expand(-1, -1, -1, self.shape.head_dim)
+        index = self._in_all_lanes(columns)[..., None]
+        index = index.expand(-1, -1, -1, self.shape.head_dim)
         if shrink:
             first = self.first_fmt.gather(-1, columns)
-            k, v = self._shrunk(index, self._in_all_lanes(first), f)
+            first = self._in_all_lanes(first)
+            k, v = self._shrunk(index, first, f)
         else:
             k = self.k.gather(2, index)
             v = self.v.gather(2, index)
             if self.storage.shrink:
                 self.exact_k.scatter_(2, index, k)
                 self.exact_v.scatter_(2, index, v)
-                self.first_fmt[..., : self.width].masked_fill_(which, f)
+                first = self.first_fmt[..., : self.width]
+                first.masked_fill_(which, f)
             if pair.by_token:
                 k = rounded_by_token(pair.k, k, self.k_scale[f], valid)
             else:
@@ -273,21 +305,40 @@ class Lanes:
         self.v.scatter_(2, index, v)
         self.k[:, :, self.width] = 0  # where empty places were written
         self.v[:, :, self.width] = 0
-        self.fmt[..., : self.width].masked_fill_(which, f)
+        self.formats().masked_fill_(which, f)
         if pair.by_token:
             number = self.groups + place // pair.k.group
             before = self.group[..., : self.width]
             self.group[..., : self.width] = torch.where(which, number, before)
             self.groups += -(-n // pair.k.group)
 
+    def _columns_of_places(self, which: Tensor, place: Tensor, n: int) -> Tensor:
+        """The column of each of n places, the one behind the last token for an empty place: int64 [Lt, Ht, n].
+
+        Arguments as of `quantize`.
+        """
+        device = which.device
+        tables, heads, _ = which.shape
+        columns = torch.full((tables, heads, n + 1), self.width, device=device)
+        own = torch.arange(self.width, device=device)
+        own = own.expand(which.shape)
+        into = torch.where(which, place, n)  # place n takes the other tokens
+        columns.scatter_(-1, into.long(), own)
+        return columns[..., :n]
+
     def _round_old_values(self, v: Tensor, columns: Tensor, f: int) -> Tensor:
-        """Round values; with `Storage.lag` only those that are read rounded now. v: [L, Hkv, n, D], columns: [Lt, Ht,
-        n]."""
+        """Round values; with `Storage.lag` only those that are read rounded now.
+
+        Args:
+            v: [L, Hkv, n, D].
+            columns: [Lt, Ht, n].
+        """
         new = rounded(self.pairs[f].v, v, self.v_scale[f])
         if not self.storage.lag:
             return new
-        old = self.pos.gather(-1, columns) < self.exact_from
-        return torch.where(self._in_all_lanes(old)[..., None], new, v)
+        pos = self.pos.gather(-1, columns)
+        old = self._in_all_lanes(pos < self.exact_from)
+        return torch.where(old[..., None], new, v)
 
     def _shrunk(self, index: Tensor, first: Tensor, f: int) -> tuple[Tensor, Tensor]:
         """Numbers quantized in their first format, whose integers then lose bits until they have format f.
@@ -298,13 +349,16 @@ class Lanes:
         """
         k = self.exact_k.gather(2, index)
         v = self.exact_v.gather(2, index)
+        end = self.pairs[f]
         for g in first.unique().tolist():
             start = self.pairs[g]
             if start.plain:  # an empty place, or a token that was never quantized
                 continue
             mine = (first == g)[..., None]
-            k = torch.where(mine, rounded_by_shrinking(start.k, self.pairs[f].k, k), k)
-            v = torch.where(mine, rounded_by_shrinking(start.v, self.pairs[f].v, v), v)
+            shrunk_k = rounded_by_shrinking(start.k, end.k, k)
+            shrunk_v = rounded_by_shrinking(start.v, end.v, v)
+            k = torch.where(mine, shrunk_k, k)
+            v = torch.where(mine, shrunk_v, v)
         return k, v
 
     def requantize(self, where: Tensor, f: int, how: str) -> None:
@@ -315,15 +369,18 @@ class Lanes:
             f: the format.
             how: "values" or "shrink" (`contract.Requantize`).
         """
+        shrink = how == "shrink"
+        held = self.positions() >= 0
         fmt = self.formats()
-        moving = where & (self.positions() >= 0) & (fmt != BUFFER) & (fmt != f)
-        if how == "shrink":
+        moving = where & held & (fmt != BUFFER) & (fmt != f)
+        if shrink:
             moving &= fmt != PLAIN
         for kind in range(len(self.storage.thoughts)):  # scales are not shared across thought types
-            mine = moving & (self.kind[..., : self.width] == kind)
+            mine = moving & (self.kinds() == kind)
             n = int(mine.sum(-1).max())
             if n:
-                self.quantize(mine, mine.cumsum(-1) - 1, n, f, shrink=how == "shrink")
+                place = mine.cumsum(-1) - 1
+                self.quantize(mine, place, n, f, shrink=shrink)
 
     # -- when tokens are quantized, in the life of a sequence
 
@@ -331,8 +388,10 @@ class Lanes:
         """The prompt was read: its largest keys and values decide the FP32 scales."""
         for f, pair in enumerate(self.pairs):
             if pair.k.tensor_scaled or pair.v.tensor_scaled:
-                self.k_scale[f] = pair.k.tensor_scale(_largest(self.k))
-                self.v_scale[f] = pair.v.tensor_scale(_largest(self.v))
+                largest_k = _largest(self.k)
+                largest_v = _largest(self.v)
+                self.k_scale[f] = pair.k.tensor_scale(largest_k)
+                self.v_scale[f] = pair.v.tensor_scale(largest_v)
 
     def settle(self) -> None:
         """The policy has acted on the prompt: quantize its remaining tokens.
@@ -346,42 +405,48 @@ class Lanes:
         if self.pairs[self.home].plain and not storage.buffer:
             return
         pos = self.positions()
+        fmt = self.formats()
         # Tokens that the policy has moved to another format stay there.
-        moving = (pos >= storage.sink) & (self.formats() == PLAIN)
+        moving = (pos >= storage.sink) & (fmt == PLAIN)
         if storage.tail == "keep":
-            blocks = max(0, self.length - storage.sink) // storage.buffer
+            behind_sink = max(0, self.length - storage.sink)
+            blocks = behind_sink // storage.buffer
             whole = storage.sink + blocks * storage.buffer
             self.begin = min(whole, self.length)
-            self.fmt[..., : self.width].masked_fill_(moving & (pos >= whole), BUFFER)
+            waiting = moving & (pos >= whole)
+            fmt.masked_fill_(waiting, BUFFER)
             moving &= pos < whole
         self._quantize_from(moving, storage.sink, self.length)
 
     def flush(self) -> None:
         """The buffer is full: quantize its tokens together."""
-        waiting = self.formats() == BUFFER
-        self._quantize_from(waiting & (self.positions() >= 0), self.begin, self.storage.buffer)
+        self._quantize_from(self._waiting(), self.begin, self.storage.buffer)
         self.begin = self.length
 
     @property
     def buffer_is_full(self) -> bool:
         """Evicted tokens count, too."""
-        return self.storage.buffer > 0 and self.length - self.begin == self.storage.buffer
+        size = self.storage.buffer
+        return size > 0 and self.length - self.begin == size
 
     def _quantize_from(self, which: Tensor, start: int, n: int) -> None:
         """Quantize tokens in the format of the running segment; neighbours are counted from the position `start`."""
         if not bool(which.any()):
             return
         f = self.home
-        self.kind[..., : self.width].masked_fill_(which, self.thought)
+        place = self.positions() - start
+        self.kinds().masked_fill_(which, self.thought)
         if self.storage.shrink:  # first in the format of the first type, then by integers
-            first = self.storage.formats.index(self.storage.thoughts[0])
-            self.quantize(which, self.positions() - start, n, first)
+            first = self._format_of_type(0)
+            self.quantize(which, place, n, first)
             if f != first:
-                self.quantize(which, self.positions() - start, n, f, shrink=True)
+                self.quantize(which, place, n, f, shrink=True)
         elif self.pairs[f].plain:
-            self.fmt[..., : self.width].masked_fill_(which & (self.formats() == BUFFER), f)
+            fmt = self.formats()
+            waiting = which & (fmt == BUFFER)
+            fmt.masked_fill_(waiting, f)
         else:
-            self.quantize(which, self.positions() - start, n, f)
+            self.quantize(which, place, n, f)
 
     @property
     def exact_from(self) -> int:
@@ -393,69 +458,87 @@ class Lanes:
         if not self.storage.lag:
             return
         fmt = self.formats()
-        old = (self.positions() == self.exact_from - 1) & (fmt != BUFFER)
+        old = self.positions() == self.exact_from - 1
+        old &= fmt != BUFFER
         for f, pair in enumerate(self.pairs):
             mine = old & (fmt == f)
-            if not pair.plain and bool(mine.any()):
-                before = self.v[:, :, : self.width]
-                new = rounded(pair.v, before, self.v_scale[f])
-                mine = self._in_all_lanes(mine)[..., None]
-                self.v[:, :, : self.width] = torch.where(mine, new, before)
+            if pair.plain or not bool(mine.any()):
+                continue
+            before = self.v[:, :, : self.width]
+            new = rounded(pair.v, before, self.v_scale[f])
+            mine = self._in_all_lanes(mine)[..., None]
+            self.v[:, :, : self.width] = torch.where(mine, new, before)
 
     # -- bytes
 
     def bytes_of(self) -> tuple[int, int]:
         """Bytes of the codes of all tokens that do not wait in the buffer, and of their scales and minima."""
         dim = self.shape.head_dim
-        payload = scales = 0
+        sharing = self.shape.sharing
+        payload = 0
+        scales = 0
         held = self.positions() >= 0
         for f, pair in enumerate(self.pairs):
             mine = held & (self.formats() == f)
-            tokens = int(mine.sum()) * self.shape.sharing
-            payload += tokens * (pair.k.code_bytes(dim) + pair.v.code_bytes(dim))
+            tokens = int(mine.sum()) * sharing
+            payload += tokens * pair.k.code_bytes(dim)
+            payload += tokens * pair.v.code_bytes(dim)
+            # With keys that are grouped by token, the tokens of a group share one row of scales.
+            k_rows = self._groups_of(mine) * sharing if pair.by_token else tokens
+            scales += k_rows * pair.k.params_bytes(dim)
             scales += tokens * pair.v.params_bytes(dim)
-            if pair.by_token:  # the tokens of a group share one row of scales
-                scales += self._groups_of(mine) * self.shape.sharing * pair.k.params_bytes(dim)
-            else:
-                scales += tokens * pair.k.params_bytes(dim)
             # one FP32 scale for each layer
-            scales += 4 * self.shape.layers * (pair.k.tensor_scaled + pair.v.tensor_scaled)
+            tensor_scales = pair.k.tensor_scaled + pair.v.tensor_scaled
+            scales += 4 * self.shape.layers * tensor_scales
         return payload, scales
 
     def _groups_of(self, which: Tensor) -> int:
         """Groups in which at least one of these tokens is left. which: bool [Lt, Ht, S]."""
-        lists = torch.arange(which.shape[0] * which.shape[1], device=which.device).view(*which.shape[:2], 1)
-        number = lists * (self.groups + 1) + self.group[..., : self.width]
+        tables, heads, _ = which.shape
+        lane = torch.arange(tables * heads, device=which.device)
+        lane = lane.view(tables, heads, 1)
+        number = lane * (self.groups + 1) + self.group[..., : self.width]
         return len(number[which].unique())
 
     def waiting(self) -> int:
         """Tokens that wait in the buffer, in all lanes together."""
-        return int(((self.formats() == BUFFER) & (self.positions() >= 0)).sum()) * self.shape.sharing
+        return int(self._waiting().sum()) * self.shape.sharing
+
+    def _waiting(self) -> Tensor:
+        """The tokens that wait in the buffer: bool [Lt, Ht, S]."""
+        held = self.positions() >= 0
+        return held & (self.formats() == BUFFER)
 
     def tensors(self) -> list[Tensor]:
         """Everything that this object holds."""
-        numbers = [self.k, self.v, self.exact_k, self.exact_v, self.k_scale, self.v_scale]
-        return [*numbers, self.pos, self.fmt, self.kind, self.group, self.first_fmt, self.count]
+        numbers = [self.k, self.v, self.exact_k, self.exact_v]
+        scales = [self.k_scale, self.v_scale]
+        tokens = [self.pos, self.fmt, self.kind, self.group, self.first_fmt]
+        return [*numbers, *scales, *tokens, self.count]
 
 
 def _largest(x: Tensor) -> Tensor:
     """The largest absolute number of each layer: [L, Hkv, S, D] → float32 [L, 1, 1]."""
-    return x.float().abs().amax((1, 2, 3), keepdim=True)[:, 0]
+    largest = x.float().abs().amax((1, 2, 3))
+    return largest[:, None, None]
 
 
 def pick(x: Tensor, columns: Tensor) -> Tensor:
     """Some columns of every lane. x: [L, Hkv, S, D], columns: int64 [L, Hkv, n] → [L, Hkv, n, D]."""
     layers, heads, width, dim = x.shape
-    lane = torch.arange(layers * heads, device=x.device).view(layers, heads, 1)
-    rows = lane * width + columns  # of a matrix [L·Hkv·S, D], in which the lanes stand one below the other
-    picked = x.reshape(-1, dim).index_select(0, rows.flatten())
+    matrix = x.reshape(-1, dim)  # [L·Hkv·S, D]: the lanes stand one below the other
+    lane = torch.arange(layers * heads, device=x.device)
+    lane = lane.view(layers, heads, 1)
+    rows = lane * width + columns
+    picked = matrix.index_select(0, rows.flatten())
     return picked.view(*columns.shape, dim)
 
 
 def pair_of(name: str, dim: int, dtype: torch.dtype) -> Pair:
     """The formats that a name of Storage means, for heads of `dim` channels. dtype: of "plain"."""
     if name == "plain":
-        plain = Plain(next(text for text, of in DTYPES.items() if of == dtype))
+        name_of_type = next(text for text, of in DTYPES.items() if of == dtype)
+        plain = Plain(name_of_type)
         return Pair(plain, plain, plain=True)
     k, v = parse_pair(name)
     return Pair(k.fit(dim), v.fit(dim), plain=False)
