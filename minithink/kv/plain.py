@@ -101,7 +101,8 @@ class Seen:
 
     def tensors(self) -> list[Tensor]:
         """All tensors of observations."""
-        return [*self.mass.values(), *self.newest.values(), *self.queries.values(), *self.hidden.values()]
+        weights = [*self.mass.values(), *self.newest.values()]
+        return [*weights, *self.queries.values(), *self.hidden.values()]
 
 
 @dataclass
@@ -180,11 +181,12 @@ class PlainCache:
         Lanes(self.shape, self.storage, dtype)  # only for its UsageError, if the formats do not suit the model
         policy.setup(self.shape)
         # The policies of a stack, each for what it does. Most policies are no stack, and the only member.
-        self.deciding = [p for p in members(policy) if type(p).decide is not Policy.decide]
-        hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
+        parts = members(policy)
+        self.deciding = [p for p in parts if type(p).decide is not Policy.decide]
+        hearing = [p for p in parts if type(p).listen is not Policy.listen]
         self.listening = [p for p in hearing if p.listens]
-        self.steers = any(type(p).steer is not Policy.steer for p in members(policy))
-        self.watches = any(type(p).watch is not Policy.watch for p in members(policy))
+        self.steers = any(type(p).steer is not Policy.steer for p in parts)
+        self.watches = any(type(p).watch is not Policy.watch for p in parts)
         self.sequences: dict[int, Running] = {}  # by their numbers
         self._now: list[Pass] = []  # of the forward pass that is under way
         self._cos = self._sin = torch.empty(0)  # rotations of its new tokens, [N, 1, D]
@@ -197,7 +199,12 @@ class PlainCache:
 
     @torch.no_grad()
     def join(
-        self, seq: int, capacity: int, prompt: int = 0, thinking: bool = True, budget: int | None = None
+        self,
+        seq: int,
+        capacity: int,
+        prompt: int = 0,
+        thinking: bool = True,
+        budget: int | None = None,
     ) -> None:
         """Welcome a new sequence.
 
@@ -216,12 +223,6 @@ class PlainCache:
             raise ValueError(f"all {self.shape.rows} rows are taken; sequence {seq} must wait")
         self.check(prompt, budget)
         thinking = thinking or None in self.think_ids
-        tables, _, heads = self.shape.tables
-        budgets = {}
-        for member in members(self.policy):
-            limit = member.budget if budget is None else budget
-            tokens = UNLIMITED if limit is None else limit
-            budgets[id(member)] = torch.full((tables, 1, heads), tokens, dtype=torch.int32, device=self.device)
         lanes = Lanes(self.shape, self.storage, self.dtype)
         if prompt == 0:
             lanes.settle()
@@ -233,9 +234,24 @@ class PlainCache:
             prompt=prompt,
             thinking=thinking,
             staged=thinking,
-            budgets=budgets,
+            budgets=self._budgets(budget),
         )
         self.policy.reset(free[0])
+
+    def _budgets(self, budget: int | None) -> dict[int, Tensor]:
+        """The budgets of a new sequence, as in `Running`. budget: for this sequence alone."""
+        tables, _, heads = self.shape.tables
+        budgets = {}
+        for member in members(self.policy):
+            limit = member.budget if budget is None else budget
+            tokens = UNLIMITED if limit is None else limit
+            budgets[id(member)] = torch.full(
+                (tables, 1, heads),
+                tokens,
+                dtype=torch.int32,
+                device=self.device,
+            )
+        return budgets
 
     def leave(self, seq: int) -> None:
         """Forget a sequence."""
@@ -265,21 +281,22 @@ class PlainCache:
             lanes.append(count)
             if not in_prompt:
                 lanes.age()  # with `Storage.lag` alone (KIVI)
-            ids = list(tokens[start : start + count]) if tokens else []
+            rows = slice(start, start + count)
+            ids = list(tokens[rows]) if tokens else []
             running.token = ids[-1] if ids else -1
             if not in_prompt:
                 self._follow_stage(running)
-            self._now.append(
-                Pass(
-                    running=running,
-                    rows=slice(start, start + count),
-                    tokens=ids,
-                    prompt=in_prompt,
-                    demands=self._demands_due(running, in_prompt),
-                )
+            now = Pass(
+                running=running,
+                rows=rows,
+                tokens=ids,
+                prompt=in_prompt,
+                demands=self._demands_due(running, in_prompt),
             )
+            self._now.append(now)
             start += count
-        self._cos, self._sin = self.rope.at(torch.tensor(position, device=self.device))
+        at = torch.tensor(position, device=self.device)  # int64 [N]
+        self._cos, self._sin = self.rope.at(at)
 
     def _refuse_wrong(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Raise ValueError if the sequences, or the counts of their new tokens, are wrong."""
@@ -298,7 +315,9 @@ class PlainCache:
     def _follow_stage(self, running: Running) -> None:
         """A generated token may open or close the think stage."""
         opens, closes = self.think_ids
-        if opens is not None and closes is not None and running.token in (opens, closes):
+        if opens is None or closes is None:
+            return
+        if running.token in (opens, closes):
             running.thinking = running.token == opens
             running.staged = True
 
@@ -319,19 +338,23 @@ class PlainCache:
             [N, Hq, D]; 0 for padding.
         """
         heads = (self.config.num_heads, self.config.num_kv_heads)
-        padding = len(qk) - len(self._cos)
-        qk = qk[: len(self._cos)]
-        raw, _ = qk.split_with_sizes(heads, dim=1)
-        q, k = self.backend.rope(qk, self._cos, self._sin).split_with_sizes(heads, dim=1)
+        n = len(self._cos)
+        padding = len(qk) - n
+        qk = qk[:n]
+        rotated = self.backend.rope(qk, self._cos, self._sin)
+        raw, _ = qk.split_with_sizes(heads, dim=1)  # [N, Hq, D]
+        q, k = rotated.split_with_sizes(heads, dim=1)  # [N, Hq, D], [N, Hkv, D]
         out = []
         for now in self._now:
             rows = now.rows
+            own_q = q[rows]
             now.running.lanes.write(layer, k[rows], v[rows])
-            self._keep_queries(layer, now, q[rows])
+            self._keep_queries(layer, now, own_q)
             if now.prompt:
-                out.append(self._attend_prompt(layer, now, q[rows]))
+                found = self._attend_prompt(layer, now, own_q)
             else:
-                out.append(self._attend_token(layer, now, raw[rows], q[rows]))
+                found = self._attend_token(layer, now, raw[rows], own_q)
+            out.append(found)
         if padding:
             out.append(q.new_zeros(padding, *q.shape[1:]))
         return out[0] if len(out) == 1 else torch.cat(out)
@@ -339,25 +362,40 @@ class PlainCache:
     def _attend_prompt(self, layer: int, now: Pass, q: Tensor) -> Tensor:
         """Causal attention of new tokens of a prompt over the whole prompt so far. q: [n, Hq, D]."""
         running = now.running
-        k = running.lanes.keys(layer)
-        out = attention(q, k, running.lanes.values(layer))
-        first = k.shape[1] - len(q)  # position of the first query: no token is evicted yet, so columns are positions
+        k = running.lanes.keys(layer)  # [Hkv, S, D]
+        v = running.lanes.values(layer)
+        out = attention(q, k, v)
         groups = {d.group for d in now.demands if d.prompt and d.shows(See.MASS, layer)}
         for group in groups:
-            mass = running.seen.mass.get((layer, group))
-            heads = self.config.num_heads if group == "none" else self.config.num_kv_heads
-            total = torch.zeros(heads, k.shape[1], device=q.device)
-            if mass is not None:
-                total[:, : mass.shape[1]] = mass
-            for start in range(0, len(q), QUERY_BLOCK):
-                block = q[start : start + QUERY_BLOCK]
-                total += causal_weights(block, k, first + start, group).sum(0)
-            running.seen.mass[layer, group] = total
+            self._add_prompt_mass(layer, now, group, q, k)
         if running.clock == 0:  # these tokens complete the prompt: keep what is asked of its last query
-            for group, what in self._weights_asked(now.demands, layer).items():
+            last = k.shape[1] - 1
+            asked = self._weights_asked(now.demands, layer)
+            for group, what in asked.items():
                 if what & See.ROWS:
-                    running.seen.newest[layer, group] = causal_weights(q[-1:], k, k.shape[1] - 1, group)[0]
+                    weights = causal_weights(q[-1:], k, last, group)  # [1, heads, S]
+                    running.seen.newest[layer, group] = weights[0]
         return out
+
+    def _add_prompt_mass(self, layer: int, now: Pass, group: str, q: Tensor, k: Tensor) -> None:
+        """Add the attention weights of new tokens of a prompt to those of its earlier tokens.
+
+        Args:
+            q: [n, Hq, D].
+            k: [Hkv, S, D].
+        """
+        mass = now.running.seen.mass
+        before = mass.get((layer, group))
+        heads = self.config.num_heads if group == "none" else self.config.num_kv_heads
+        total = torch.zeros(heads, k.shape[1], device=q.device)
+        if before is not None:
+            total[:, : before.shape[1]] = before
+        first = k.shape[1] - len(q)  # position of the first query: no token is evicted yet, so columns are positions
+        for start in range(0, len(q), QUERY_BLOCK):
+            block = q[start : start + QUERY_BLOCK]
+            weights = causal_weights(block, k, first + start, group)  # [block, heads, S]
+            total += weights.sum(0)
+        mass[layer, group] = total
 
     def _attend_token(self, layer: int, now: Pass, raw: Tensor, q: Tensor) -> Tensor:
         """Attention of one generated token over the tokens that its lanes hold, itself included.
@@ -366,6 +404,7 @@ class PlainCache:
             raw: [1, Hq, D], the unrotated query.
             q: [1, Hq, D], the rotated one.
         """
+        seen = now.running.seen
         lanes = now.running.lanes
         k = lanes.keys(layer)[None]  # [1, Hkv, S, D]
         v = lanes.values(layer)[None]
@@ -374,22 +413,26 @@ class PlainCache:
         asked = self._weights_asked(now.demands, layer)
         if not asked and not self.policy.pull:
             return decode_attention(q, k, v, mask)
-        if mask is None:
-            mask = torch.ones(1, 1, k.shape[2], dtype=torch.bool, device=k.device)
-        grouped = q.view(1, k.shape[1], -1, q.shape[-1])
-        logits = grouped @ k.transpose(-1, -2) / q.shape[-1] ** 0.5  # [1, Hkv, g, S]
+        _, kv_heads, width, dim = k.shape
+        full_mask = mask
+        if full_mask is None:
+            full_mask = torch.ones(1, 1, width, dtype=torch.bool, device=k.device)
+        grouped = q.view(1, kv_heads, -1, dim)  # [1, Hkv, g, D]
+        logits = grouped @ k.transpose(-1, -2)  # [1, Hkv, g, S]
+        logits = logits / dim**0.5
         if self.policy.pull:
             logits = self._pull_near(layer, now, raw, k, logits)
         for group, what in asked.items():
-            weights = group_reduce(logits, mask, group)[0]
+            weights = group_reduce(logits, full_mask, group)[0]  # [heads, S]
             if what & See.MASS:
-                now.running.seen.mass[layer, group] = weights
+                seen.mass[layer, group] = weights
             if what & See.ROWS:
-                now.running.seen.newest[layer, group] = weights
+                seen.newest[layer, group] = weights
         if self.policy.pull:
-            p = decode_probabilities(logits, mask)
-            return (p.to(v.dtype) @ v).view(q.shape)
-        return decode_attention(q, k, v, None if valid is None else mask)
+            p = decode_probabilities(logits, full_mask)
+            out = p.to(v.dtype) @ v  # [1, Hkv, g, D]
+            return out.view(q.shape)
+        return decode_attention(q, k, v, mask)
 
     def _pull_near(self, layer: int, now: Pass, raw: Tensor, k: Tensor, logits: Tensor) -> Tensor:
         """Bring the first `Policy.pull` tokens of the text nearer, as StreamingLLM's cache positions do.
@@ -403,15 +446,20 @@ class PlainCache:
         Returns:
             The same, with other logits for these tokens.
         """
+        _, kv_heads, _, dim = k.shape
         lanes = now.running.lanes
         pull = self.policy.pull
         pos = lanes.positions()[lanes.table(layer)]  # [Ht, S]
-        next_held = torch.where(pos >= pull, pos, UNLIMITED).amin(-1)  # [Ht]
+        behind = torch.where(pos >= pull, pos, UNLIMITED)
+        next_held = behind.amin(-1)  # [Ht]
         gap = torch.where(next_held < UNLIMITED, next_held - pull, 0)
-        at = (lanes.length - 1 - gap).clamp(min=0).long()
-        cos, sin = self.rope.at(at.expand(k.shape[1]))  # [Hkv, 1, D]
-        query = self.backend.rope(raw.reshape(k.shape[1], -1, raw.shape[-1]), cos, sin)[None]
-        nearer = query @ k.transpose(-1, -2) / raw.shape[-1] ** 0.5
+        at = lanes.length - 1 - gap
+        at = at.clamp(min=0).long()
+        cos, sin = self.rope.at(at.expand(kv_heads))  # [Hkv, 1, D]
+        grouped = raw.reshape(kv_heads, -1, dim)  # [Hkv, g, D]
+        query = self.backend.rope(grouped, cos, sin)
+        nearer = query[None] @ k.transpose(-1, -2)  # [1, Hkv, g, S]
+        nearer = nearer / dim**0.5
         near = (pos >= 0) & (pos < pull)
         return torch.where(near[None, :, None], nearer, logits)
 
@@ -425,15 +473,18 @@ class PlainCache:
 
     def _keep_queries(self, layer: int, now: Pass, q: Tensor) -> None:
         """Keep the last queries, if the policy ever wants to see them. q: [n, Hq, D], rotated."""
-        if not any(d.queries and d.at(layer) for d in self.policy.demands):
+        demands = self.policy.demands
+        if not any(d.queries and d.at(layer) for d in demands):
             return
-        most = max(d.queries for d in self.policy.demands)
+        most = max(d.queries for d in demands)
         if self.shape.tokens:
             most = min(most, self.shape.tokens)  # no sequence has more queries
         queries = now.running.seen.queries
         if layer not in queries:  # those that are not there yet are 0
             queries[layer] = q.new_zeros(q.shape[1], most, q.shape[2])
-        queries[layer] = torch.cat((queries[layer], q.transpose(0, 1)), dim=1)[:, -most:]
+        new = q.transpose(0, 1)  # [Hq, n, D]
+        known = torch.cat((queries[layer], new), dim=1)
+        queries[layer] = known[:, -most:]
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy wants to see it.
@@ -444,15 +495,22 @@ class PlainCache:
         """
         parts = []
         for now in self._now:
+            running = now.running
             own = hidden[now.rows]
             if self.steers and not now.prompt:
-                own = checks.steered(self.policy, self.policy.steer(self._view(now.running), layer, own), own)
+                view = self._view(running)
+                steered = self.policy.steer(view, layer, own)
+                own = checks.steered(self.policy, steered, own)
             if any(d.shows(See.HIDDEN, layer) for d in now.demands):
-                now.running.seen.hidden[layer] = own[-1].float()
+                running.seen.hidden[layer] = own[-1].float()
             if layer == -1 and self.watches and not now.prompt:
-                self.policy.watch(self._view(now.running))
+                view = self._view(running)
+                self.policy.watch(view)
             parts.append(own)
-        return torch.cat([*parts, hidden[len(self._cos) :]]) if self.steers else hidden
+        if not self.steers:
+            return hidden
+        padding = hidden[len(self._cos) :]
+        return torch.cat([*parts, padding])
 
     # -- between two forward passes
 
@@ -463,10 +521,11 @@ class PlainCache:
         self._now = []
         for now in steps:
             running = now.running
-            for policy in self.listening:
-                # Ids that are not known (−1) are left out. A generated token is told all the same: as an empty list.
-                if now.tokens or not now.prompt:
-                    policy.listen(running.row, [token for token in now.tokens if token >= 0])
+            # Ids that are not known (−1) are left out. A generated token is told all the same: as an empty list.
+            if now.tokens or not now.prompt:
+                for policy in self.listening:
+                    known = [token for token in now.tokens if token >= 0]
+                    policy.listen(running.row, known)
             if running.clock < 0:  # a part of the prompt is still to come
                 continue
             if now.prompt:
@@ -498,7 +557,12 @@ class PlainCache:
         for policy in self.deciding:
             view = step.seen_by(policy)
             found = checks.yielded(
-                policy, policy.decide(view), view, self.storage, captures=self.policy.capturable, asks=True
+                policy,
+                policy.decide(view),
+                view,
+                self.storage,
+                captures=self.policy.capturable,
+                asks=True,
             )
             edits += [(policy, edit) for edit in found]
         # Masks are [Lt, 1, Ht, S], as `PlainStep` shows tokens; `Lanes` takes them without the axis of one sequence.
@@ -506,8 +570,9 @@ class PlainCache:
         for _, edit in edits:
             if isinstance(edit, Requantize):
                 where = in_all_tables(edit.where, edit.layer, step)
+                where = where & ~drop
                 f = self.storage.formats.index(edit.fmt)
-                running.lanes.requantize((where & ~drop)[:, 0], f, edit.how)
+                running.lanes.requantize(where[:, 0], f, edit.how)
         if drop.any():
             running.lanes.evict(drop[:, 0])
         opened = None
@@ -525,7 +590,8 @@ class PlainCache:
         """Whether a lane must evict now."""
         for policy in self.deciding:
             view = step.seen_by(policy)
-            due, _ = checks.due(policy, policy.due(view), view)
+            answer = policy.due(view)
+            due, _ = checks.due(policy, answer, view)
             if due.any():
                 return True
         return False
@@ -537,7 +603,9 @@ class PlainCache:
         for _, edit in edits:
             if isinstance(edit, Evict):
                 drop = in_all_tables(edit.drop, edit.layer, step)
-                dropped |= drop if edit.even_protected else drop & ~step.protected()
+                if not edit.even_protected:
+                    drop = drop & ~step.protected()
+                dropped |= drop
         return dropped & (pos >= 0)
 
     def _view(self, running: Running) -> PlainStep:
@@ -564,19 +632,20 @@ class PlainCache:
     def account(self, seq: int) -> Ledger:
         """Bytes that one sequence's tokens take in their formats, by kind, and its share of the policy's state."""
         running = self.sequences[seq]
-        payload, scales = running.lanes.bytes_of()
+        lanes = running.lanes
+        payload, scales = lanes.bytes_of()
         shape = self.shape
         # Every KV head has room for the keys and values of a full buffer; `Storage.lag` needs one more value.
         vectors = self.storage.buffer * 2 + (1 if self.storage.lag else 0)
-        number = torch.empty((), dtype=self.dtype).element_size()
-        tables = (running.lanes.positions(), running.lanes.formats(), running.lanes.count)
+        vector = shape.head_dim * self.dtype.itemsize
+        tables = (lanes.positions(), lanes.formats(), lanes.count)
         state = sum(x.nbytes for x in self.policy.state()) // shape.rows
         state += sum(x.nbytes for x in running.budgets.values())
         return Ledger(
             payload=payload,
             scales=scales,
-            tables=sum(x.numel() * x.element_size() for x in tables),
-            buffers=vectors * shape.layers * shape.kv_heads * shape.head_dim * number,
+            tables=sum(x.nbytes for x in tables),
+            buffers=shape.layers * shape.kv_heads * vectors * vector,
             state=state,
             observations=sum(x.nbytes for x in running.seen.tensors()),
         )
@@ -589,19 +658,26 @@ class PlainCache:
 
     def reserved_bytes(self) -> int:
         """Bytes that all tensors of the sequences occupy here, where no number is packed."""
-        return sum(x.nbytes for running in self.sequences.values() for x in running.lanes.tensors())
+        total = 0
+        for running in self.sequences.values():
+            total += sum(x.nbytes for x in running.lanes.tensors())
+        return total
 
     def told(self, seq: int) -> Told:
         """A summary of one sequence for people: its thoughts, bits a number, and the policy's own words."""
         running = self.sequences[seq]
         lanes = running.lanes
-        held = int(lanes.count.sum()) * self.shape.sharing
-        numbers = (held - lanes.waiting()) * 2 * self.shape.head_dim
+        shape = self.shape
+        seen = lanes.length * shape.layers * shape.kv_heads
+        held = int(lanes.count.sum()) * shape.sharing
+        stored = held - lanes.waiting()
+        numbers = stored * 2 * shape.head_dim
         names = self.storage.names
+        thoughts = [names[kind] for kind in running.kinds] if names else []
         notes = [member.notes(running.row) for member in members(self.policy)]
         return Told(
-            evicted=lanes.length * self.shape.layers * self.shape.kv_heads - held,
-            thoughts=tuple(names[kind] for kind in running.kinds) if names else (),
+            evicted=seen - held,
+            thoughts=tuple(thoughts),
             bits=8 * sum(lanes.bytes_of()) / numbers if numbers else None,
             notes="; ".join(note for note in notes if note),
         )
@@ -609,17 +685,28 @@ class PlainCache:
     def counts(self, seq: int) -> dict[str, int]:
         """What the policy has counted of one sequence, see `Policy.counts`."""
         row = self.sequences[seq].row
-        return {name: n for member in members(self.policy) for name, n in member.counts(row).items()}
+        counts: dict[str, int] = {}
+        for member in members(self.policy):
+            counts.update(member.counts(row))
+        return counts
 
     def thought(self, seq: int) -> str:
         """The name of the running segment's type; "": types have none, or no segment has begun."""
         kinds = self.sequences[seq].kinds
         names = self.storage.names
-        return names[kinds[-1]] if names and kinds else ""
+        if not names or not kinds:
+            return ""
+        return names[kinds[-1]]
 
 
 def most_bytes(
-    config: ModelConfig, policy: Policy, dtype: torch.dtype, *, rows: int, tokens: int, prompt: int
+    config: ModelConfig,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    tokens: int,
+    prompt: int,
 ) -> int:
     """Bytes that the lanes of so many sequences may come to take, and the policy's state; nothing is allocated.
 
@@ -634,11 +721,14 @@ def most_bytes(
         held = min(tokens, max(prompt, policy.limit + 1))
     columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
     copies = 2 if policy.storage.shrink else 1
-    numbers = rows * columns * copies * config.kv_bytes_per_token(dtype.itemsize)
+    per_column = config.kv_bytes_per_token(dtype.itemsize)
+    numbers = rows * columns * copies * per_column
 
+    shape = Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype)
     stranger = copy.deepcopy(policy)
-    stranger.setup(Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype))
-    return numbers + sum(x.nbytes for x in stranger.state())
+    stranger.setup(shape)
+    state = sum(x.nbytes for x in stranger.state())
+    return numbers + state
 
 
 class PlainStep(ShownStep):
@@ -652,6 +742,7 @@ class PlainStep(ShownStep):
 
     def __init__(self, cache: PlainCache, running: Running, policy: Policy) -> None:
         device = cache.device
+        lanes = running.lanes
         self.cache = cache
         self.running = running
         self.policy = policy
@@ -659,23 +750,31 @@ class PlainStep(ShownStep):
         self.shape = replace(cache.shape, rows=1)
         self.row = torch.tensor([running.row], device=device)
         self.active = torch.ones(1, dtype=torch.bool, device=device)
-        self.length = torch.tensor([running.lanes.length], device=device)
-        self.clock = torch.tensor([running.clock], dtype=torch.int32, device=device).clamp(min=0)
+        self.length = torch.tensor([lanes.length], device=device)
+        clock = max(0, running.clock)
+        self.clock = torch.tensor([clock], dtype=torch.int32, device=device)
         self.prompt = torch.tensor([running.prompt], dtype=torch.int32, device=device)
         self.tokens = torch.tensor([running.token], device=device)
         # A prompt counts as thinking if it ends inside the think stage. A generated token also counts while the text
         # has never opened the stage.
-        in_prompt = running.clock <= 0
-        thinks = running.thinking if in_prompt else running.thinking or not running.staged
+        thinks = running.thinking
+        if running.clock > 0 and not running.staged:
+            thinks = True
         self.thinking = torch.tensor([thinks], device=device)
-        self.thought = torch.tensor([running.lanes.thought], dtype=torch.uint8, device=device)
+        self.thought = torch.tensor([lanes.thought], dtype=torch.uint8, device=device)
         # Tokens of every lane, int32 [Lt, 1, Ht]. The view of a whole stack has the budget of the first member.
-        self.budget = running.budgets.get(id(policy), next(iter(running.budgets.values())))
-        self.protects = self.prompt if cache.policy.protect_prompt else torch.zeros_like(self.prompt)
+        budgets = running.budgets
+        first = next(iter(budgets.values()))
+        self.budget = budgets.get(id(policy), first)
+        self.protects = self.prompt
+        if not cache.policy.protect_prompt:
+            self.protects = torch.zeros_like(self.prompt)
 
     def seen_by(self, policy: Policy) -> PlainStep:
         """The same step with the budget of one member of a stack."""
-        return self if policy is self.policy else PlainStep(self.cache, self.running, policy)
+        if policy is self.policy:
+            return self
+        return PlainStep(self.cache, self.running, policy)
 
     # -- tokens
 
@@ -683,7 +782,9 @@ class PlainStep(ShownStep):
         return self._at(self.running.lanes.positions(), layer)
 
     def held(self, layer: int | None = None) -> Tensor:
-        count = self.running.lanes.count if self._supposed is None else self._supposed[:, 0]
+        count = self.running.lanes.count
+        if self._supposed is not None:
+            count = self._supposed[:, 0]
         return self._at(count, layer)
 
     def format(self, layer: int | None = None) -> Tensor:
@@ -695,17 +796,28 @@ class PlainStep(ShownStep):
 
     def _at(self, x: Tensor, layer: int | None) -> Tensor:
         """A copy with an axis for the one row: [Lt, 1, …], or of a layer [1, …]."""
-        shown = x[:, None] if layer is None else x[None, self.running.lanes.table(layer)]
-        return shown.clone()
+        if layer is None:
+            return x[:, None].clone()
+        table = self.running.lanes.table(layer)
+        return x[None, table].clone()
 
     def keys(self, layer: int, rows: Tensor | None = None) -> Tensor:  # rows: sequences to read; here there is one
-        return self.running.lanes.keys(layer)[None].clone()
+        keys = self.running.lanes.keys(layer)
+        return keys[None].clone()
 
     def values(self, layer: int, rows: Tensor | None = None) -> Tensor:
-        return self.running.lanes.values(layer)[None].clone()
+        values = self.running.lanes.values(layer)
+        return values[None].clone()
 
     def segments(self, tau: int, total: int) -> tuple[Tensor, Tensor]:
-        return segments(self.pos(), self.held(), torch.zeros_like(self.row), self.prompt, tau, total)
+        return segments(
+            self.pos(),
+            self.held(),
+            torch.zeros_like(self.row),
+            self.prompt,
+            tau,
+            total,
+        )
 
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return survivors(KeysOf(self), first, size, goal, longest)
@@ -717,16 +829,21 @@ class PlainStep(ShownStep):
 
         A policy reads them in the step of that pass. Later an eviction may have moved the tokens to other columns.
         """
+        shape = self.shape
+        seen = self.running.seen
         width = self.running.lanes.width
-        kept = self.running.seen.mass if what is See.MASS else self.running.seen.newest
+        kept = seen.mass if what is See.MASS else seen.newest
         if (layer, group) not in kept:
-            heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
-            return torch.zeros(1, heads, width, device=self.shape.device)
-        weights = kept[layer, group][None, :, :width]
-        return torch.nn.functional.pad(weights, (0, width - weights.shape[-1]))
+            heads = shape.query_heads if group == "none" else shape.kv_heads
+            return torch.zeros(1, heads, width, device=shape.device)
+        weights = kept[layer, group]
+        weights = weights[None, :, :width]
+        lacking = width - weights.shape[-1]
+        return torch.nn.functional.pad(weights, (0, lacking))
 
     def _last_queries(self, layer: int, n: int) -> Tensor:
-        return self.running.seen.queries[layer][None, :, -n:].clone()
+        queries = self.running.seen.queries[layer]
+        return queries[None, :, -n:].clone()
 
     def _newest_hidden(self, layer: int) -> Tensor:
         return self.running.seen.hidden[layer][None]
@@ -745,7 +862,9 @@ class KeysOf:
         self.pos = step.pos()
 
     def __call__(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self.step.keys(layer), self.step.values(layer)
+        k = self.step.keys(layer)
+        v = self.step.values(layer)
+        return k, v
 
 
 def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:
@@ -753,5 +872,6 @@ def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:
     if layer is None:
         return mask
     whole = torch.zeros_like(step.pos(), dtype=torch.bool)
-    whole[min(layer, len(whole) - 1)] = mask
+    table = min(layer, len(whole) - 1)
+    whole[table] = mask
     return whole
