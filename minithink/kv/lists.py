@@ -30,7 +30,8 @@ class Lists:
             columns: how many columns are read, fixed; None: as many as the longest list has tokens.
             width: tokens that lists have room for at first; they grow, unless `columns` are fixed.
         """
-        size = (*shape.tables, (columns or width) + 1)
+        room = columns or width
+        size = (*shape.tables, room + 1)
         self.count = torch.zeros(shape.tables, dtype=torch.int32, device=shape.device)
         self.place = self.count.new_zeros(size)
         self.pos = self.count.new_full(size, -1)
@@ -73,10 +74,12 @@ class Lists:
         longest = _sums(self.longest, more)
         if self.columns is None or max(longest) <= self.columns:
             return longest
-        longest = _sums(self._counted(), more)
-        if max(longest) > self.columns:
+        counted = self._counted()
+        longest = _sums(counted, more)
+        most = max(longest)
+        if most > self.columns:
             raise UsageError(
-                f"A lane may hold {max(longest):,} tokens and the width was fixed to {self.columns:,}: use a "
+                f"A lane may hold {most:,} tokens and the width was fixed to {self.columns:,}: use a "
                 "smaller budget or --max-new-tokens."
             )
         return longest
@@ -84,7 +87,8 @@ class Lists:
     def require_one(self, rows: Sequence[int]) -> list[int]:
         """The same for one new token of each of these rows, which are few: in every decode step."""
         if self.columns is None or max(self.longest) >= self.columns:
-            return self.require(rows, [1] * len(rows))
+            ones = [1] * len(rows)
+            return self.require(rows, ones)
         longest = list(self.longest)
         for row in rows:
             longest[row] += 1
@@ -110,18 +114,22 @@ class Lists:
         column = torch.arange(valid.shape[-1], device=valid.device)
         held = self.count[:, at]  # [Lt, N, Ht]
         trash = self.place.shape[-1] - 1
-        end = torch.where(valid, held[..., None] + column, trash)
-        position = (first[:, None] + column)[None, :, None]
-        position = torch.where(valid, position, -1)
+        end = held[..., None] + column  # [Lt, N, Ht, n]
+        end = torch.where(valid, end, trash)
+        position = first[:, None] + column  # [N, n]
+        position = position[None, :, None]
+        position = torch.where(valid, position, -1)  # [Lt, N, Ht, n]
         self._put(self.place, at, end, place)
         self._put(self.pos, at, end, position)
         self.pos[..., -1] = -1
-        self.count[:, at] = held + valid.sum(-1, dtype=torch.int32)
+        added = valid.sum(-1, dtype=torch.int32)  # [Lt, N, Ht]
+        self.count[:, at] = held + added
 
     def _put(self, lists: Tensor, at: Tensor, columns: Tensor, new: Tensor) -> None:
         """Write into some columns of the lists of some rows."""
         own = lists[:, at]
-        lists[:, at] = own.scatter_(-1, columns, new.to(torch.int32))
+        own.scatter_(-1, columns, new.to(torch.int32))
+        lists[:, at] = own
 
     def refresh(self) -> None:
         """Read from the device how many tokens the lists have; the host does not count evictions."""

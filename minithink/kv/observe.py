@@ -47,12 +47,17 @@ class Observations:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors of observations."""
-        return [self.queries, *self.mass.values(), *self.newest.values(), *self.hidden.values()]
+        return [self.queries, *self._by_row()]
+
+    def _by_row(self) -> list[Tensor]:
+        """The observations whose first axis is the row."""
+        weights = [*self.mass.values(), *self.newest.values()]
+        return [*weights, *self.hidden.values()]
 
     def reset(self, row: int) -> None:
         """A new sequence takes this row: forget the last one."""
         self.queries[:, row] = 0
-        for held in (*self.mass.values(), *self.newest.values(), *self.hidden.values()):
+        for held in self._by_row():
             held[row] = 0
 
     def of(self, due: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
@@ -68,17 +73,26 @@ class Observations:
         asked: dict[str, See] = {}
         for demand in due:
             if demand.weights and demand.at(layer):
-                asked[demand.group] = asked.get(demand.group, demand.weights) | demand.weights
+                known = asked.get(demand.group, demand.weights)
+                asked[demand.group] = known | demand.weights
         return asked
 
     # -- observations of one decode step. at: int64 [N], rows; active: bool [N], rows that bring a token (None: all)
 
-    def in_place(self, layer: int, group: str, what: See, active: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    def in_place(
+        self,
+        layer: int,
+        group: str,
+        what: See,
+        active: Tensor | None,
+    ) -> tuple[Tensor, Tensor] | None:
         """Where a kernel may write attention weights itself, instead of `keep_weights`: the weights that are kept,
         float32 [B, heads, S], and the rows that may change, `active`. None: there is no such place, because widths
         are not fixed, or because the weights are kept twice."""
+        if self.store.lists.columns is None or active is None:
+            return None
         kept = self._kept(what)
-        if self.store.lists.columns is None or active is None or len(kept) != 1:
+        if len(kept) != 1:
             return None
         [weights] = kept
         key = (layer, group)
@@ -129,7 +143,8 @@ class Observations:
         elif active is None:
             held.copy_(mass)
         else:
-            torch.where(active[:, None, None], mass, held, out=held)
+            by_row = active[:, None, None]
+            torch.where(by_row, mass, held, out=held)
 
     def _replace(self, weights: Weights, key: tuple[int, str], at: Tensor | None, mass: Tensor) -> None:
         """Replace weights by new ones, as wide as the lanes are now. Prompts that are being read keep their
@@ -156,7 +171,8 @@ class Observations:
         """Room for weights of a fixed width, zeros: [B, heads, S]."""
         layer, group = key
         shape = self.store.shape
-        size = (shape.rows, self._heads(group), self.width)
+        heads = self._heads(group)
+        size = (shape.rows, heads, self.width)
         if weights is not self.mass or not self._everywhere(group):
             return torch.zeros(size, device=shape.device)
         if group not in self._layers:
@@ -166,7 +182,8 @@ class Observations:
     def _everywhere(self, group: str) -> bool:
         """Whether MASS is demanded under this rule at all layers at once."""
         for demand in self.demands:
-            if demand.what & See.MASS and demand.group == group and demand.layers is None:
+            everywhere = demand.group == group and demand.layers is None
+            if everywhere and demand.what & See.MASS:
                 return True
         return False
 
@@ -178,7 +195,8 @@ class Observations:
         """Keep queries in the ring. q: [N, Hq, D]; position: int64 [N]."""
         if self._keeps_queries(layer):
             ring = self.queries[layer].transpose(1, 2)  # [B, size, Hq, D]
-            ring[at, position % ring.shape[1]] = q
+            place = position % ring.shape[1]
+            ring[at, place] = q
 
     def keep_hidden(self, layer: int, hidden: Tensor, at: Tensor, active: Tensor | None) -> None:
         """Keep the residual stream of the newest tokens. hidden: [N, d]."""
@@ -186,39 +204,76 @@ class Observations:
             size = (self.store.shape.rows, hidden.shape[-1])
             self.hidden[layer] = torch.zeros(size, device=hidden.device)
         held = self.hidden[layer]
-        held[at] = _of_active(hidden.float(), held, at, active)
+        new = hidden.float()
+        held[at] = _of_active(new, held, at, active)
 
     # -- observations of a prompt
 
-    def add_prompt_mass(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
+    def add_prompt_mass(
+        self,
+        layer: int,
+        row: int,
+        group: str,
+        q: Tensor,
+        k: Tensor,
+        prompt: int,
+    ) -> None:
         """Add the attention weights of a chunk's queries, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D];
         prompt: tokens of the whole prompt."""
-        held = self._room(self.mass, (layer, group), row, k.shape[1], prompt)
+        total = k.shape[1]
+        key = (layer, group)
+        held = self._room(self.mass, key, row, total, prompt)
+        before = total - len(q)  # tokens of earlier chunks
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            first = k.shape[1] - len(q) + start  # the position of its first query
-            held += causal_weights(block, k, first, group).sum(0)
+            weights = causal_weights(block, k, before + start, group)  # [block, heads, S]
+            held += weights.sum(0)
 
-    def keep_prompt_row(self, layer: int, row: int, group: str, q: Tensor, k: Tensor, prompt: int) -> None:
+    def keep_prompt_row(
+        self,
+        layer: int,
+        row: int,
+        group: str,
+        q: Tensor,
+        k: Tensor,
+        prompt: int,
+    ) -> None:
         """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
-        held = self._room(self.newest, (layer, group), row, k.shape[1], prompt)
-        [weights] = causal_weights(q, k, k.shape[1] - 1, group)
+        total = k.shape[1]
+        key = (layer, group)
+        held = self._room(self.newest, key, row, total, prompt)
+        [weights] = causal_weights(q, k, total - 1, group)
         held[:] = weights
 
-    def keep_prompt_queries(self, layer: int, rows: Sequence[int], q: Sequence[Tensor], ends: Sequence[int]) -> None:
+    def keep_prompt_queries(
+        self,
+        layer: int,
+        rows: Sequence[int],
+        q: Sequence[Tensor],
+        ends: Sequence[int],
+    ) -> None:
         """Keep the last queries of chunks: q[i] [n, Hq, D] of row rows[i], which ends before the position ends[i]."""
         if not self._keeps_queries(layer):
             return
         size = self.queries.shape[3]
         for row, end, q_i in zip(rows, ends, q, strict=True):
             n = min(len(q_i), size)
-            index = torch.tensor([p % size for p in range(end - n, end)], device=q_i.device)
-            self.queries[layer, row, :, index] = q_i[-n:].transpose(0, 1)
+            places = [position % size for position in range(end - n, end)]
+            index = torch.tensor(places, device=q_i.device)
+            last = q_i[-n:].transpose(0, 1)  # [Hq, n, D]
+            self.queries[layer, row, :, index] = last
 
     def _keeps_queries(self, layer: int) -> bool:
         return any(d.queries and d.at(layer) for d in self.demands)
 
-    def _room(self, weights: Weights, key: tuple[int, str], row: int, total: int, prompt: int) -> Tensor:
+    def _room(
+        self,
+        weights: Weights,
+        key: tuple[int, str],
+        row: int,
+        total: int,
+        prompt: int,
+    ) -> Tensor:
         """The weights of a prompt's first `total` tokens, as a view that can be written: [heads, total]."""
         held = weights.get(key)
         if held is None or held.shape[-1] < total:
@@ -227,10 +282,12 @@ class Observations:
             else:
                 _, group = key
                 shape = self.store.shape
-                size = (shape.rows, self._heads(group), max(total, prompt))
-                wider = torch.zeros(size, device=shape.device)
+                heads = self._heads(group)
+                width = max(total, prompt)
+                wider = torch.zeros(shape.rows, heads, width, device=shape.device)
             if held is not None:
-                wider[..., : held.shape[-1]] = held
+                before = held.shape[-1]
+                wider[..., :before] = held
             weights[key] = wider
             held = wider
         return held[row, :, :total]
@@ -240,10 +297,12 @@ def _of_active(new: Tensor, held: Tensor, at: Tensor, active: Tensor | None) -> 
     """New values of active rows, held values of the other rows. new: [N, …], held: [B, …]."""
     if active is None:
         return new
-    by_row = active.view(-1, *[1] * (new.ndim - 1))
+    ones = [1] * (new.ndim - 1)
+    by_row = active.view(-1, *ones)
     return torch.where(by_row, new, held[at])
 
 
 def _padded(weights: Tensor, width: int) -> Tensor:
     """Attention weights with 0 in further columns, up to this width."""
-    return pad(weights, (0, width - weights.shape[-1]))
+    lacking = width - weights.shape[-1]
+    return pad(weights, (0, lacking))

@@ -32,30 +32,36 @@ class PromptPass:
             counts: new tokens of each.
             tokens: ids of all new tokens, one sequence after the other; empty: they are not known.
         """
-        device = parts.store.shape.device
+        store = parts.store
+        device = store.shape.device
         self.parts = parts
-        self.store = parts.store
-        self.backend = parts.store.pages.backend
+        self.store = store
+        self.backend = store.pages.backend
         self.observations = parts.observations
         self.rows = group.rows
         self.known = group.known
         self.counts = list(counts)
         self.tokens = tokens
         self.starts = [known.length for known in group.known]
-        self.ends = [start + count for start, count in zip(self.starts, counts, strict=True)]
+        self.ends: list[int] = []
+        positions = []  # in the text, of each prompt's new tokens
+        for start, count in zip(self.starts, counts, strict=True):
+            end = start + count
+            self.ends.append(end)
+            positions.append(np.arange(start, end))
         self.due = list(parts.policy.demands)
-        self.writer = parts.store.append(self.rows, self.counts, self.starts)
+        self.writer = store.append(self.rows, self.counts, self.starts)
         self.at = torch.tensor(self.rows, device=device)  # int64 [N]
-        spans = zip(self.starts, self.ends, strict=True)
-        positions = np.concatenate([np.arange(start, end) for start, end in spans])
-        at = torch.from_numpy(positions).to(device)
-        self.cos, self.sin = parts.rope.at(at)
+        position = torch.from_numpy(np.concatenate(positions))  # int64 [n]
+        self.cos, self.sin = parts.rope.at(position.to(device))
         # Attention needs a mask if a prompt has earlier chunks.
         self.masked = any(self.starts)
         # The index of each prompt's tokens, [N, longest]; behind a prompt's end it is that of its last token.
-        first = np.cumsum([0, *self.counts[:-1]])
-        self.last = first + np.array(self.counts) - 1
-        each = first[:, None] + np.arange(max(self.counts))
+        ends = np.cumsum(self.counts)
+        first = ends - self.counts
+        self.last = ends - 1
+        column = np.arange(max(self.counts))
+        each = first[:, None] + column
         each = np.minimum(each, self.last[:, None])
         self.each = torch.from_numpy(each).to(device)
 
@@ -73,7 +79,8 @@ class PromptPass:
         rotated = self.backend.rope(qk[:total], self.cos, self.sin)
         q, k = rotated.split_with_sizes(self.parts.heads, dim=1)
         kv = torch.stack((k, v[:total]), dim=1)  # [n, 2, Hkv, D]
-        padded_k, padded_v = kv[self.each].unbind(2)
+        padded = kv[self.each]  # [N, longest, 2, Hkv, D]
+        padded_k, padded_v = padded.unbind(2)
         self.writer.write(layer, padded_k, padded_v)
         queries = q.split(self.counts)
         own = kv.split(self.counts)
@@ -92,26 +99,44 @@ class PromptPass:
     def _read(self, i: int, layer: int, own: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of prompt i up to the end of this pass, [Hkv, T, D]. own: of this pass, [n, 2, Hkv, D]."""
         if not self.starts[i]:
-            k, v = own.permute(1, 2, 0, 3).unbind()
+            by_lane = own.permute(1, 2, 0, 3)  # [2, Hkv, n, D]
+            k, v = by_lane.unbind()
             return k, v
         # A prompt that is not complete has lost no token, so column t of its list is position t.
-        read = Reading(self.store, self.at[i : i + 1])
+        at = self.at[i : i + 1]
+        read = Reading(self.store, at)
         k, v = read(layer)  # [1, Hkv, S, D]
         end = self.ends[i]
         return k[0, :, :end], v[0, :, :end]
 
     def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:
         """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, T, D]."""
+        observations = self.observations
         row = self.rows[i]
         prompt = self.known[i].prompt
-        for demand in self.observations.of(self.due, See.MASS, layer):
+        for demand in observations.of(self.due, See.MASS, layer):
             if demand.prompt:
-                self.observations.add_prompt_mass(layer, row, demand.group, q, k, prompt)
+                observations.add_prompt_mass(
+                    layer=layer,
+                    row=row,
+                    group=demand.group,
+                    q=q,
+                    k=k,
+                    prompt=prompt,
+                )
         if self.ends[i] < prompt:
             return
-        for group, what in self.observations.asked(self.due, layer).items():
+        asked = observations.asked(self.due, layer)
+        for group, what in asked.items():
             if what & See.ROWS:
-                self.observations.keep_prompt_row(layer, row, group, q[-1:], k, prompt)
+                observations.keep_prompt_row(
+                    layer=layer,
+                    row=row,
+                    group=group,
+                    q=q[-1:],
+                    k=k,
+                    prompt=prompt,
+                )
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [n, d]."""
@@ -131,7 +156,9 @@ class PromptPass:
         """The new tokens of each row; `tokens` must be known."""
         out = []
         for last, count in zip(self.last, self.counts, strict=True):
-            out.append(self.tokens[last + 1 - count : last + 1])
+            end = last + 1
+            start = end - count
+            out.append(self.tokens[start:end])
         return out
 
     def complete(self) -> Batch | None:
@@ -140,10 +167,13 @@ class PromptPass:
         if not done:
             return None
         known = [self.known[i] for i in done]
+        token = [-1] * len(done)
+        if self.tokens:
+            token = [self.tokens[self.last[i]] for i in done]
         return Batch.of(
             row=[self.rows[i] for i in done],
             length=[k.length for k in known],
             prompt=[k.prompt for k in known],
             thinking=[int(k.thinking) for k in known],
-            token=[self.tokens[self.last[i]] if self.tokens else -1 for i in done],
+            token=token,
         )

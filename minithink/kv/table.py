@@ -36,7 +36,8 @@ class FreeList:
         self.count = count
         self.what = what
         # One extra entry, for masked-out writes.
-        self.stack = torch.arange(count, -1, -1, dtype=torch.int32).roll(-1).to(device)
+        numbers = torch.arange(count, -1, -1, dtype=torch.int32)
+        self.stack = numbers.roll(-1).to(device)
         self.top = torch.tensor(count, device=device)
         self.at_least = count  # the host knows that at least so many are free
 
@@ -71,7 +72,8 @@ class FreeList:
     def draw(self, want: Tensor, most: int) -> Tensor:
         """A free number for every true element: bool → int32 of the same shape. False elements get `count`; true ones
         too, if no number is left (which cannot happen after `require`). most: numbers that are drawn at most."""
-        rank = want.flatten().cumsum(0).view(want.shape)  # 1 for the first
+        rank = want.flatten().cumsum(0)  # 1 for the first
+        rank = rank.view(want.shape)
         at = (self.top - rank).clamp(0, self.count)
         there = want & (rank <= self.top)
         drawn = torch.where(there, self.stack[at], self.count)
@@ -81,7 +83,8 @@ class FreeList:
 
     def give(self, numbers: Tensor, which: Tensor) -> None:
         """Put the numbers for which `which` is true back on the stack."""
-        rank = which.flatten().cumsum(0).view(which.shape) - 1
+        rank = which.flatten().cumsum(0) - 1  # 0 for the first
+        rank = rank.view(which.shape)
         at = torch.where(which, self.top + rank, self.count)
         given = torch.where(which, numbers, self.count)
         self.stack[at] = given.to(torch.int32)
@@ -110,25 +113,38 @@ def printed(entries: Sequence[Entry], names: Sequence[str] = ()) -> str:
         masks = ", ".join(e.segments)
         rows.append((str(e.page), str(e.filled), name, starts, masks, e.evicted))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines = []
+    for row in rows:
+        cells = map(str.ljust, row, widths)
+        line = "  ".join(cells)
+        lines.append(line.rstrip())
+    return "\n".join(lines)
 
 
 class BlockTable:
     """The pages of every unit, and the slots of every page."""
 
-    def __init__(self, shape: Shape, pages: int, slots: Sequence[int], device: torch.device, width: int = 4) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        pages: int,
+        slots: Sequence[int],
+        device: torch.device,
+        width: int = 4,
+    ) -> None:
         """slots: of a page in each format; width: pages that a unit's table has room for at first."""
         self.shape = shape
         self.per_page = tuple(slots)
         self.stride = max(slots)  # places count so many slots for a page of any format (`slots.py`)
         self.free_pages = FreeList(pages, "pages", device)
-        # one extra page, for masked-out writes
-        self.live = torch.zeros(pages + 1, self.stride, dtype=torch.bool, device=device)
-        self.taken = torch.zeros(pages + 1, dtype=torch.int32, device=device)  # tokens held
-        self.filled = torch.zeros(pages + 1, dtype=torch.int16, device=device)
-        self.thought = torch.zeros(pages + 1, dtype=torch.uint8, device=device)
-        self.format = torch.full((pages + 1,), 255, dtype=torch.uint8, device=device)
-        self.page = torch.full((*shape.tables, width), pages, dtype=torch.int32, device=device)  # `pages`: none
+        all_pages = pages + 1  # one extra page, for masked-out writes
+        self.live = torch.zeros(all_pages, self.stride, dtype=torch.bool, device=device)
+        self.taken = torch.zeros(all_pages, dtype=torch.int32, device=device)  # tokens held
+        self.filled = torch.zeros(all_pages, dtype=torch.int16, device=device)
+        self.thought = torch.zeros(all_pages, dtype=torch.uint8, device=device)
+        self.format = torch.full((all_pages,), 255, dtype=torch.uint8, device=device)
+        size = (*shape.tables, width)  # [Lt, B, Ht, width]
+        self.page = torch.full(size, pages, dtype=torch.int32, device=device)  # `pages`: none
         self.widest = 0  # the host knows that at most so many columns of `page` are taken
 
     @property
@@ -137,7 +153,14 @@ class BlockTable:
         of_pages = (self.live, self.taken, self.filled, self.thought, self.format)
         return *of_pages, self.page, self.free_pages.stack, self.free_pages.top
 
-    def missing(self, fmt: Tensor, slots: Tensor, thought: Tensor, count: Tensor, at: Tensor) -> Tensor:
+    def missing(
+        self,
+        fmt: Tensor,
+        slots: Tensor,
+        thought: Tensor,
+        count: Tensor,
+        at: Tensor,
+    ) -> Tensor:
         """Count the pages that every unit of some rows must open to have room for more tokens.
 
         Args:
@@ -155,7 +178,8 @@ class BlockTable:
         same_thought = self.thought[here] == thought[:, None, None]
         free = slots[:, None, None] - self.taken[here]
         free = free * (same_format & same_thought)
-        lacking = (count - free.sum(-1)).clamp(min=0)
+        lacking = count - free.sum(-1)  # [Lt, N, Ht]
+        lacking = lacking.clamp(min=0)
         slots = slots[:, None]
         return (lacking + slots - 1) // slots
 
@@ -174,19 +198,23 @@ class BlockTable:
         Raises:
             Exhausted: there are too few pages; nothing was changed.
         """
-        most = pages * self.page[:, :1, :, 0].numel() * len(at)
+        tables, _, heads, width = self.page.shape
+        free = self.free_pages
+        most = pages * tables * heads * len(at)
         missing = cache(missing)
-        self.free_pages.require(most, lambda: missing().sum(), purpose)
-        self.free_pages.at_least = max(0, self.free_pages.at_least - most)
+        free.require(most, lambda: missing().sum(), purpose)
+        free.at_least = max(0, free.at_least - most)
         self.widest += pages
-        width = self.page.shape[-1]
-        if self.widest > width:  # by the host's bound: count on the device
-            used = (self.page != self.free_pages.count).sum(-1)  # of all rows: `widest` is a bound for all of them
-            used[:, at] += missing()
-            self.widest = int(used.max())
-            if self.widest > width:
-                more = max(self.widest - width, width)  # at least doubling
-                self.page = torch.nn.functional.pad(self.page, (0, more), value=self.free_pages.count)
+        if self.widest <= width:
+            return
+        # The host's bound does not suffice: count on the device, in all rows, because `widest` bounds all of them.
+        taken = self.page != free.count
+        used = taken.sum(-1)  # [Lt, B, Ht]
+        used[:, at] += missing()
+        self.widest = int(used.max())
+        if self.widest > width:
+            more = max(self.widest - width, width)  # at least doubling
+            self.page = torch.nn.functional.pad(self.page, (0, more), value=free.count)
 
     def drawn(self) -> None:
         """Pages were opened without `require`. The host's bounds no longer hold, so the next `require` counts on the
@@ -202,7 +230,8 @@ class BlockTable:
             which: bool, the slots to free.
             at: int64 [N], the rows of the tokens; None: all rows.
         """
-        page = torch.where(which, page, self.free_pages.count).long()
+        page = torch.where(which, page, self.free_pages.count)
+        page = page.long()
         self.live[page, slot] = False
         fewer = -which.flatten().to(torch.int32)
         self.taken.scatter_add_(0, page.flatten(), fewer)
@@ -212,17 +241,21 @@ class BlockTable:
         """Return the pages without a token to the pool. at: int64 [N], the rows; None: all rows."""
         page = self.page if at is None else self.page[:, at]
         none = self.free_pages.count
-        empty = (page != none) & (self.taken[page.long()] == 0)
+        held = self.taken[page.long()]  # tokens of each page
+        empty = (page != none) & (held == 0)
         self.free_pages.give(page, empty)
-        freed = torch.where(empty, page, none).long()
-        self.format[freed] = 255
+        freed = torch.where(empty, page, none)
+        self.format[freed.long()] = 255
         if at is None:
             page.masked_fill_(empty, none)
         else:
             self.page[:, at] = page.masked_fill(empty, none)
 
     def entries(
-        self, unit: tuple[int, int, int], tokens: dict[tuple[int, int], int], starts: Sequence[int]
+        self,
+        unit: tuple[int, int, int],
+        tokens: dict[tuple[int, int], int],
+        starts: Sequence[int],
     ) -> list[Entry]:
         """The table of one unit, for people to read.
 
@@ -245,15 +278,20 @@ class BlockTable:
         for slot in slots:
             if (page, slot) in tokens:
                 position = tokens[page, slot]
-                begins[slot] = max((start for start in starts if start <= position), default=0)
+                earlier = [start for start in starts if start <= position]
+                begins[slot] = max(earlier, default=0)
         segments = sorted(set(begins.values()))
+        masks = []
+        for start in segments:
+            mask = _mask(begins.get(slot) == start for slot in slots)
+            masks.append(mask)
         return Entry(
             page=page,
             format=int(self.format[page]),
             thought=int(self.thought[page]),
             filled=filled,
             starts=tuple(segments),
-            segments=tuple(_mask(begins.get(slot) == start for slot in slots) for start in segments),
+            segments=tuple(masks),
             evicted=_mask(slot < filled and slot not in begins for slot in slots),
         )
 

@@ -146,13 +146,13 @@ class Counting(Observations):
         self.made["HIDDEN"] += 1
         super().keep_hidden(*args)
 
-    def add_prompt_mass(self, *args: Any) -> None:
+    def add_prompt_mass(self, **named: Any) -> None:
         self.made["MASS"] += 1
-        super().add_prompt_mass(*args)
+        super().add_prompt_mass(**named)
 
-    def keep_prompt_row(self, *args: Any) -> None:
+    def keep_prompt_row(self, **named: Any) -> None:
         self.made["ROWS"] += 1
-        super().keep_prompt_row(*args)
+        super().keep_prompt_row(**named)
 
     def _keeps_queries(self, layer: int) -> bool:
         keeps = super()._keeps_queries(layer)
