@@ -359,7 +359,7 @@ def test_beside_the_loop_of_a_gpu(
     [loop] = loops
     assert loop.cache.recorder is None, "it has left"
     decides = policy.startswith("rkv")  # the stack's quant has no say in what is captured, and full decides nothing
-    assert {key[-1] for key in loop.steps} == ({False, True} if loop.cache.captures_decisions else {False})
+    assert {key.decides for key in loop.steps} == ({False, True} if loop.cache.captures_decisions else {False})
     assert loop.cache.captures_decisions or not decides
     assert bool(loop.decisions) == loop.cache.captures_decisions
     names = ("text_sha", "generated_tokens", "tokens_peak", "tokens_mean", "steps", "evicting_steps")
