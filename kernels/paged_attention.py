@@ -137,6 +137,7 @@ def _attend(
     """
     if C.overlap:
         tl.extra.cuda.gdc_launch_dependents()  # `_merge` may start now; it waits on the GPU for the parts
+    DTYPE: tl.constexpr = C.dtype
     # Blocks begin where groups of keys by token do.
     GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
     tl.static_assert(
@@ -173,7 +174,7 @@ def _attend(
 
     # The running softmax, in base 2: the largest logit, the sum of the weights, the sum of the weighted values.
     top = tl.full([C.block_g], float("-inf"), tl.float32)
-    total = tl.zeros([C.block_g], tl.float32)
+    total = tl.full([C.block_g], 0.0, tl.float32)
     acc = _no_values(C, V)
     first = start
     if GROUPED:
@@ -195,12 +196,12 @@ def _attend(
         else:
             tile = _find_pages(place, held, C)
             if GROUPED:
-                s = _grouped_logits(q, keys, tile, K, C.dtype)
+                s = _grouped_logits(q, keys, tile, K, DTYPE)
             else:
-                k = _read_keys(keys, tile, K, C.dtype)
-            v = _read_values(values, tile, V, C.dtype)
+                k = _read_keys(keys, tile, K, DTYPE)
+            v = _read_values(values, tile, V, DTYPE)
         if not GROUPED:
-            s = _logits(q, k, K.planes)
+            s = _logits(q, k, K)
         s = tl.where(held[None, :], s * factor, float("-inf"))
         column = t
         if SEEN == "logits" and FORMATS > 0:
@@ -370,8 +371,9 @@ def _read_values(values, tile, H: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _logits(q, k, PLANES: tl.constexpr):
+def _logits(q, k, H: tl.constexpr):
     """Σ over planes of q · kᵀ: float32 [G, T]."""
+    PLANES: tl.constexpr = H.planes
     s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
     for i in tl.static_range(1, PLANES):
         s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
@@ -389,12 +391,12 @@ def _grouped_logits(q, keys, tile, H: tl.constexpr, DTYPE: tl.constexpr):
     strange = (numbers != common[:, None]) & (numbers >= 0)
     if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
         k = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, True)
-        s = _logits(q, k, H.planes)
+        s = _logits(q, k, H)
     else:
         points = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, False)
         o_common = common.to(tl.int64) * H.row + keys.lane * H.row_lane
         k = times_rows(points, keys.rows + o_common, common >= 0, H)
-        s = _logits(q, k, H.planes)
+        s = _logits(q, k, H)
     return s
 
 
@@ -419,7 +421,7 @@ def _no_values(C: tl.constexpr, H: tl.constexpr):
     PLANES: tl.constexpr = H.planes
     acc = ()
     for _ in tl.static_range(PLANES):
-        acc = acc + (tl.zeros([C.block_g, H.block], tl.float32),)
+        acc = acc + (tl.full([C.block_g, H.block], 0.0, tl.float32),)
     return acc
 
 
