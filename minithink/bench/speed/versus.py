@@ -5,6 +5,9 @@ them works at a time: some steps of one, then as many of the other, and they tak
 slows down slows both, and each pair of turns gives one ratio, speed here / speed there. Below 1, this checkout is
 slower.
 
+Two processes with the same code may differ by a tenth for as long as they live. With `--processes 3`, three pairs of
+processes measure, one after the other. Each pair gives the median of its turns; the result is the median of these.
+
     git worktree add ../before main
     python -m minithink.bench versus ../before --device cuda
 """
@@ -41,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", nargs="+", type=positive, metavar="N", help="sequences (default: 1 8; 1 64 256 on a GPU)")
     add("--steps", type=positive, default=32, metavar="N", help="decoding steps of a turn (default: 32)")
     add("--turns", type=positive, default=12, metavar="N", help="turns of each side (default: 12)")
+    add("--processes", type=positive, default=1, metavar="N", help="processes of each side, in turn (default: 1)")
     add("--output", metavar="FILE", help="default: docs/results/versus-cpu.json, versus-gpu.json")
 
 
@@ -94,36 +98,61 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"{quoted(str(args.other))} is no checkout of minithink: it has no minithink/__init__.py.")
     name = "versus-gpu" if args.device == "cuda" else "versus-cpu"
     result = record.new("versus", argv, args.device)
-    result["settings"] = {"device": args.device, "steps": args.steps, "turns": args.turns, "other": commit_of(other)}
+    result["settings"] = {
+        "device": args.device,
+        "steps": args.steps,
+        "turns": args.turns,
+        "processes": args.processes,
+        "other": commit_of(other),
+    }
     path = record.output(args, name)
-    with ExitStack() as stack:
-        sides = {}
-        for side, root in ((HERE, ROOT), (THERE, other)):
-            sides[side] = Side(root, args.device)
-            stack.callback(sides[side].end)
-        return record.collect(path, result, measurements(args, sides), line)
+    return record.collect(path, result, measurements(args, other), line)
 
 
-def measurements(args: argparse.Namespace, sides: dict[str, Side]) -> Iterator[record.Measurement]:
-    """A measurement for every policy and number of sequences."""
+def measurements(args: argparse.Namespace, other: Path) -> Iterator[record.Measurement]:
+    """A measurement for every policy and number of sequences, while the last pair of processes works."""
     batches = args.batch or ([1, 64, 256] if args.device == "cuda" else [1, 8])
-    for policy in args.policies:
-        for batch in batches:
-            made = {"policy": None if policy == "none" else policy, "batch": batch, "steps": args.steps * args.turns}
-            for side in sides.values():  # both at once
-                side.ask(make=made)
-            for side in sides.values():
-                side.answer()
-            seconds = in_turns(sides, args.steps, args.turns)
-            ratios = [there / here for here, there in zip(seconds[HERE], seconds[THERE], strict=True)]
-            medians = {name: statistics.median(found) / args.steps * 1e3 for name, found in seconds.items()}
-            yield {
-                "policy": policy,
-                "batch": batch,
-                "step_milliseconds": medians,
-                "ratios": ratios,
-                "ratio": statistics.median(ratios),
-            }
+    pairs: dict[tuple[str, int], list[dict[str, list[float]]]] = {}
+    for number in range(args.processes):
+        with ExitStack() as stack:
+            sides = {}
+            for name, root in ((HERE, ROOT), (THERE, other)):
+                sides[name] = Side(root, args.device)
+                stack.callback(sides[name].end)
+            for policy in args.policies:
+                for batch in batches:
+                    found = pairs.setdefault((policy, batch), [])
+                    found.append(turns_of_a_pair(sides, policy, batch, args))
+                    if number == args.processes - 1:
+                        yield {"policy": policy, "batch": batch, **summary(found, args.steps)}
+
+
+def turns_of_a_pair(
+    sides: dict[str, Side], policy: str, batch: int, args: argparse.Namespace
+) -> dict[str, list[float]]:
+    """Let a pair of processes read the prompts, and decode in turns → the seconds of each turn, by side."""
+    made = {"policy": None if policy == "none" else policy, "batch": batch, "steps": args.steps * args.turns}
+    for side in sides.values():  # both at once
+        side.ask(make=made)
+    for side in sides.values():
+        side.answer()
+    return in_turns(sides, args.steps, args.turns)
+
+
+def summary(pairs: list[dict[str, list[float]]], steps: int) -> record.Measurement:
+    """What the turns of all pairs of processes say: speed here / speed there, and milliseconds a step."""
+    ratios = [[there / here for here, there in zip(seconds[HERE], seconds[THERE], strict=True)] for seconds in pairs]
+    medians = {}
+    for name in (HERE, THERE):
+        all_turns = [turn for seconds in pairs for turn in seconds[name]]
+        medians[name] = statistics.median(all_turns) / steps * 1e3
+    by_pair = [statistics.median(found) for found in ratios]
+    return {
+        "step_milliseconds": medians,
+        "ratios": ratios,
+        "ratio_by_pair": by_pair,
+        "ratio": statistics.median(by_pair),
+    }
 
 
 def in_turns(sides: dict[str, Side], steps: int, turns: int) -> dict[str, list[float]]:
@@ -141,8 +170,9 @@ def in_turns(sides: dict[str, Side], steps: int, turns: int) -> dict[str, list[f
 def line(m: record.Measurement) -> str:
     """A measurement in one line, for people."""
     here, there = (m["step_milliseconds"][name] for name in (HERE, THERE))
-    least = min(m["ratios"])
-    most = max(m["ratios"])
+    all_turns = [ratio for found in m["ratios"] for ratio in found]
+    least = min(all_turns)
+    most = max(all_turns)
     return (
         f"{m['policy']}, batch {m['batch']}: {here:.3f} ms a step here, {there:.3f} there: "
         f"{m['ratio']:.3f} × as fast ({least:.3f} to {most:.3f})"

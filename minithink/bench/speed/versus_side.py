@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-WARMING = 64  # steps before the first that counts: CUDA graphs are captured when they are first needed
+# Steps before the first that counts. CUDA graphs are captured when they are first needed, that of a policy's decision
+# with the first decision.
+WARMING = {"cpu": 64, "cuda": 512}
 
 
 def main(device: str, dtype: str) -> None:
@@ -33,7 +35,7 @@ def main(device: str, dtype: str) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "make" in request:
-            steps = begun(engine, **request["make"])
+            steps = begun(engine, WARMING[device], **request["make"])
             say("made")
             continue
         wait(device)
@@ -44,7 +46,7 @@ def main(device: str, dtype: str) -> None:
         say(time.perf_counter() - began)
 
 
-def begun(engine: Any, policy: str | None, batch: int, steps: int) -> Iterator[int]:
+def begun(engine: Any, warming: int, policy: str | None, batch: int, steps: int) -> Iterator[int]:
     """The steps of a greedy stream of test problems, all of which have been read."""
     from minithink.tasks import load_problems
 
@@ -53,7 +55,7 @@ def begun(engine: Any, policy: str | None, batch: int, steps: int) -> Iterator[i
         questions,
         policy=policy,
         temperature=0.0,
-        max_new_tokens=len(questions) + WARMING + steps,
+        max_new_tokens=len(questions) + warming + steps,
         batch_size=len(questions),
     )
     stream.stop_ids = frozenset()  # no sequence ends before the others
@@ -61,7 +63,7 @@ def begun(engine: Any, policy: str | None, batch: int, steps: int) -> Iterator[i
     counts: Iterator[int] = stream.steps()
     while next(counts) < len(questions):  # the first steps read prompts
         pass
-    for _ in range(WARMING):
+    for _ in range(warming):
         next(counts)
     return counts
 

@@ -25,17 +25,14 @@ def other(tmp_path: Path) -> Path:
 def test_both_sides_decode_in_turns(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     policies = ["--policies", "none", "window:budget=200"]
-    assert (
-        main(["versus", str(other), *policies, "--batch", "2", "--steps", "2", "--turns", "3", "--output", str(path)])
-        == 0
-    )
+    amounts = ["--batch", "2", "--steps", "2", "--turns", "3", "--processes", "2"]
+    assert main(["versus", str(other), *policies, *amounts, "--output", str(path)]) == 0
     result = record.read(path)
     assert result["complete"]
-    assert [(m["policy"], m["batch"], len(m["ratios"])) for m in result["measurements"]] == [
-        ("none", 2, 3),
-        ("window:budget=200", 2, 3),
-    ]
-    assert all(ratio > 0 for m in result["measurements"] for ratio in m["ratios"])
+    assert [(m["policy"], m["batch"]) for m in result["measurements"]] == [("none", 2), ("window:budget=200", 2)]
+    for m in result["measurements"]:
+        assert [len(found) for found in m["ratios"]] == [3, 3]
+        assert all(ratio > 0 for found in m["ratios"] for ratio in found)
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -55,6 +52,16 @@ def test_the_side_that_begins_alternates() -> None:
     found = versus.in_turns({"here": Noting("here"), "there": Noting("there")}, steps=5, turns=3)
     assert asked == [("here", 5), ("there", 5), ("there", 5), ("here", 5), ("here", 5), ("there", 5)]
     assert found == {"here": [1.0, 4.0, 5.0], "there": [2.0, 3.0, 6.0]}
+
+
+def test_the_ratio_is_the_median_of_the_pairs_medians() -> None:
+    fast = {"here": [1.0, 1.0, 1.0], "there": [2.0, 2.0, 9.0]}
+    same = {"here": [2.0, 4.0, 2.0], "there": [2.0, 4.0, 2.0]}
+    slow = {"here": [2.0, 2.0, 2.0], "there": [1.0, 1.0, 0.5]}
+    found = versus.summary([fast, same, slow], steps=4)
+    assert found["ratio_by_pair"] == [2.0, 1.0, 0.5]
+    assert found["ratio"] == 1.0
+    assert found["step_milliseconds"] == {"here": 500.0, "there": 500.0}
 
 
 @pytest.mark.parametrize(
