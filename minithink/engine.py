@@ -35,7 +35,7 @@ from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
-from minithink.policies import POLICIES, check_numbers, parse
+from minithink.policies import POLICIES, check_numbers, load_installed, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
@@ -429,7 +429,7 @@ class Engine:
             _refuse_without_policy(budget, schedule)
             return None
         if isinstance(policy, str):
-            return self.bind(parse(policy, budget=budget, schedule=schedule))
+            return self.bind(parse(load_installed(policy), budget=budget, schedule=schedule))
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")

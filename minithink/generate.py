@@ -50,11 +50,15 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    if args.list_policies:
-        from minithink.policies import POLICIES, describe
+    if args.policy is not None:
+        from minithink.policies import load
 
-        for policy in POLICIES.values():
-            print(f"{policy.name:16} {policy.summary}\n{'':16}   {describe(policy)}")
+        load(args.policy)
+    if args.list_policies:
+        from minithink.policies import POLICIES, describe, summary_of
+
+        for name, policy in POLICIES.items():
+            print(f"{name:16} {summary_of(policy)}\n{'':16}   {describe(policy)}")
         return 0
     return run(args)
 
@@ -438,7 +442,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", help="system message of the chat")
     add("--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)")
     add("--interactive", action="store_true", help="a conversation: one turn a line of the input")
-    add("--policy", help="what stays in the KV cache, as in window:budget=256 (default: all of it; --list-policies)")
+    add(
+        "--policy",
+        metavar="P",
+        help="what stays in the KV cache, as in window:budget=256, or FILE.py:Class of your own (default: all of it; "
+        "--list-policies)",
+    )
     add(
         "--budget",
         type=positive,

@@ -24,6 +24,7 @@ from minithink.sequence import Result
 from minithink.tasks import Problem, families, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
 from tests.forks import Forks
+from tests.own_policies import MINE, unloaded
 from tests.test_engine import play_text
 
 torch.set_num_threads(1)
@@ -107,6 +108,23 @@ def test_policies_are_listed(capsys: Capture) -> None:
     for policy, line in zip(POLICIES.values(), lines, strict=True):
         assert policy.summary
         assert policy.summary in line
+
+
+def test_a_policy_of_ones_own_is_listed_and_runs(
+    capsys: Capture, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    with unloaded():
+        assert main("--policy", "mine.py:Mine", "--list-policies") == 0
+        said = capsys.readouterr().out
+        assert "mine.py:Mine     Keep the newest, or the oldest.\n" in said
+        assert "budget=none (a whole number), sign=1.0, which=new (old), schedule=every" in said
+        argv = (*model, "Alpha sits", "--temperature", 0, "--max-new-tokens", 20)
+        [row] = json_of(capsys, *argv, "--policy", "mine.py:Mine:which=old", "--budget", 9)
+        assert row["kv_tokens"] == 9
+        assert main(*argv, "--policy", "mine.py:Mine:sing=1") == 2
+        assert "has no hyperparameter 'sing' (did you mean sign?)" in capsys.readouterr().err
 
 
 def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:

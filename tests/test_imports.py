@@ -34,6 +34,7 @@ ALLOWED = {
     "minithink.policies": (
         "minithink.policies",
         "minithink.kv.contract",
+        "minithink.kv.policy_errors",
         "minithink.kv.schedule",
         "minithink.kv.stack",
         "minithink.quant",

@@ -41,7 +41,7 @@ import minithink
 from minithink.bench.methods import Sweep
 from minithink.evaluate.intervals import wilson
 from minithink.kv.contract import Demand, Evict, Policy, See, keep_best
-from minithink.policies import POLICIES
+from minithink.policies import POLICIES, register
 from minithink.tasks import grade, load_problems
 from minithink.trace import format as traces
 from minithink.trace.recorder import Recorder
@@ -120,7 +120,7 @@ class Loud(Policy):
 # budget.
 
 # %%
-POLICIES["loud"] = Loud  # for this session; a line in `minithink/policies/__init__.py` does it for good
+register(Loud)  # for this session; in a file, `--policy loud.py:Loud` names it on every command line
 SAME = {"schedule": "interval:16", "protect_prompt": True}
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 problems = sorted(load_problems("validation", "ledger"), key=lambda p: p.thinking_tokens)[:6]

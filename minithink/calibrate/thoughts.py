@@ -34,7 +34,8 @@ from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
 from minithink.kv.sizes import check_budget
-from minithink.policies import parse
+from minithink.policies import leaves_open, parse
+from minithink.policies import load as load_policy
 from minithink.policies.thinkv import ThinKV
 from minithink.reread.attention import sparsity
 from minithink.results import record
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sparsity-rows", type=positive, default=1, metavar="N", help="last queries that are averaged (default: 1)")
     add(
         "--policy",
+        type=load_policy,
         default="thinkv",
         help="thinkv, tbe or tbq, as in thinkv:tau=64: types are measured with its τ, "
         "and compared with the types under its eviction (default: thinkv)",
@@ -156,7 +158,7 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     Raises:
         UsageError: the policy uses no thresholds, or sets what is calibrated.
     """
-    takes = args.policy.partition(":")[0] in ("thinkv", "tbe") and "budget=" not in args.policy
+    takes = leaves_open(args.policy, "budget")
     policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
     if not isinstance(policy, ThinKV):
         raise UsageError(f"--policy {args.policy} knows no types of thoughts: give thinkv, tbe or tbq.")

@@ -30,7 +30,7 @@ from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, 
 from minithink.evaluate.summary import FULL
 from minithink.evaluate.texts import STDLIB, Text, given_answers, given_texts, read_answers, read_texts
 from minithink.kv.sizes import check_budget
-from minithink.policies import split
+from minithink.policies import load_list
 from minithink.results import origin
 from minithink.results.progress import progress
 from minithink.results.sources import source_of
@@ -54,7 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a text file, a .jsonl file with a field `text`, a folder of texts, or stdlib: source files of the "
         "Python that runs, drawn by lot (default: stdlib)",
     )
-    add("--policies", "--policy", type=split, metavar="P,P,…", help="as in rkv:buffer=16,window,kivi (default: full)")
+    add(
+        "--policies",
+        "--policy",
+        type=load_list,
+        metavar="P,P,…",
+        help="as in rkv:buffer=16,window,kivi, or FILE.py:Class of your own (default: full)",
+    )
     add(
         "--budgets",
         type=budgets,

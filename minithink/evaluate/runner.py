@@ -47,7 +47,7 @@ from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
 from minithink.kv.stack import members
-from minithink.policies import split
+from minithink.policies import load_list
 from minithink.reread import diagnosis
 from minithink.results import origin
 from minithink.results.progress import progress
@@ -70,9 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policies",
         "--policy",
-        type=split,
+        type=load_list,
         metavar="P,P,…",
-        help="as in full,rkv:buffer=0,kivi (default: full)",
+        help="as in full,rkv:buffer=0,kivi, or FILE.py:Class of your own (default: full)",
     )
     add(
         "--budgets",

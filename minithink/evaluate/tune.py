@@ -21,6 +21,8 @@ from minithink.evaluate.job import Job
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.ranks import Ranks
 from minithink.evaluate.summary import Row
+from minithink.policies import extended
+from minithink.policies import load as load_policy
 from minithink.results import origin
 from minithink.results.files import dumps, replace, rounded
 from minithink.tasks import families, load_problems, search
@@ -36,7 +38,13 @@ HELP = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `evaluate tune`."""
     add = parser.add_argument
-    add("--policy", required=True, metavar="P", help="whose hyperparameters are chosen, as in rkv:buffer=0")
+    add(
+        "--policy",
+        type=load_policy,
+        required=True,
+        metavar="P",
+        help="whose hyperparameters are chosen, as in rkv:buffer=0, or FILE.py:Class of your own",
+    )
     add(
         "--grid",
         type=_grid,
@@ -100,7 +108,7 @@ def grid(policy: str, fields: Sequence[tuple[str, Sequence[str]]]) -> dict[str, 
     for values in product(*(values for _, values in fields)):
         chosen = dict(zip((field for field, _ in fields), values, strict=True))
         said = ",".join(f"{field}={value}" for field, value in chosen.items())
-        points[policy + ("," if ":" in policy.rpartition("+")[2] else ":") + said] = chosen
+        points[extended(policy, said)] = chosen
     return points
 
 

@@ -5,6 +5,9 @@ A policy is a dataclass whose fields are its hyperparameters. On the command lin
     window:budget=256,protect_prompt=true      name, and after a colon the fields that differ from their defaults
     a:x=1+b                                    a stack: both at work on one cache
     a:x=1,y=2,b                                (--policies) a list: a comma before a policy's name starts the next
+    mine.py:Mine:budget=256                    a policy of your own: its file and class stand for the name (`own.py`)
+
+`parse` and `split` only read texts. `load` and `register` make a policy of your own known to them.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import re
 from dataclasses import MISSING, Field, fields
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
 from minithink.kv.contract import Policy
+from minithink.kv.policy_errors import explaining
 from minithink.kv.schedule import MOST, Schedule
 from minithink.kv.stack import Stack
+from minithink.policies import own
 from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.crystal_kv import CrystalKV, CrystalKVLite
 from minithink.policies.dynts import DynTS
@@ -83,12 +88,89 @@ _CLASSES: tuple[type[Policy], ...] = (
     PMKVQ,
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
+_OURS = frozenset(POLICIES)  # the others are of users
+GROUP = "minithink.policies"  # of entry points: policies of installed packages
 _HINTS: dict[type[Policy], dict[str, Any]] = {}
+_MEMBERS = re.compile(r"\+(?!\d)")  # between the members of a stack; before a digit it is the + of 1e+5
+_Class = TypeVar("_Class", bound=type[Policy])
+
+
+class _Member(NamedTuple):
+    """One policy of a text, as it is written there."""
+
+    name: str
+    cls: type[Policy]
+    values: dict[str, Any]  # the fields that the text gives
+
+
+def register(cls: _Class) -> _Class:
+    """Make a policy of your own known by its `name`, in this process → the class, so that it can decorate one.
+
+    Registering another class of the same name replaces the first, as in a notebook whose cell runs again.
+
+    Raises:
+        UsageError: it is no class that a text can describe, has no usable name, or that of a policy of minithink.
+    """
+    name = vars(cls).get("name") if isinstance(cls, type) else None
+    own.checked(cls, getattr(cls, "__name__", "The policy"))
+    if not (isinstance(name, str) and own.NAME.fullmatch(name)):
+        raise UsageError(
+            f"{cls.__name__} has the name {quoted(name)}: give the class a `name` of letters, digits, _, - and dots, "
+            "by which texts can name it."
+        )
+    if name in _OURS:
+        raise UsageError(f"{cls.__name__} has the name {name}, as a policy of minithink has: give it another.")
+    POLICIES[name] = cls
+    return cls
+
+
+def load(text: str) -> str:
+    """Import the policies of a user's own that a text names, from their files, modules and packages → the same text,
+    which `parse` and `split` understand from now on.
+
+    To import a class is to run its file. Call this for what a user has written on a command line or in Python, and
+    never for what a file says. A file that was edited since is run again.
+
+    Args:
+        text: a policy, a stack or a list.
+
+    Raises:
+        UsageError: a file's path has a character that parts texts; there is no such module or class; it is no policy.
+        MinithinkError: a file cannot be read, or raised an error.
+    """
+    own.refuse_path(text)
+    load_installed(text)
+    for policy in split(text):
+        for member in _MEMBERS.split(policy):
+            name, _ = _head(member)
+            if own.OWN.fullmatch(name):
+                POLICIES[name] = own.imported(name)
+    return text
+
+
+def load_list(text: str) -> list[str]:
+    """`load`, then `split`: for options that take a list of policies."""
+    return split(load(text))
+
+
+def load_installed(text: str) -> str:
+    """Import the policies of installed packages that a text names → the same text. A name of minithink's own is never
+    a package's. Arguments and errors: as in `load`."""
+    for name, point in own.offered(GROUP).items():
+        named = re.search(rf"(?:^|[,+])\s*{re.escape(name)}\s*(?:[:,+]|$)", text)
+        if named and name not in POLICIES:
+            POLICIES[name] = own.of_package(point)
+    return text
 
 
 def lookup(name: str) -> type[Policy]:
     """The policy of that name. UsageError: there is none; the message lists the names."""
     if name not in POLICIES:
+        if own.OWN.fullmatch(name):
+            raise UsageError(
+                f"The policy {brief(name)} is not loaded: name it on a command line, or call minithink.policies.load("
+                f"{quoted(name)}) first. What a file says is never loaded."
+            )
         names = [part.strip() for part in name.split(",")]  # of a list, whose names alone say where to split it
         if all(part in POLICIES for part in names):
             stack = brief("+".join(names))
@@ -114,7 +196,13 @@ def takes_budget(cls: type[Policy]) -> bool:
 def split(text: str) -> list[str]:
     """The policies of a list: "a:x=1,y=2,b" → ["a:x=1,y=2", "b"]. What they say is not looked at."""
     names = "|".join(map(re.escape, POLICIES))
-    return re.split(rf",\s*(?=(?:{names})(?:[:,+]|$))", text.strip())
+    return re.split(rf",\s*(?=(?:{names})(?:[:,+]|$)|[^\s:,+=][^:,+=]*:[A-Za-z_]\w*(?:[:,+]|$))", text.strip())
+
+
+def extended(text: str, options: str) -> str:
+    """A policy or a stack whose last member is given further options: "a:x=1", "y=2" → "a:x=1,y=2"."""
+    _, given = _head(_MEMBERS.split(text)[-1])
+    return f"{text}:{options}" if given is None else f"{text},{options}"
 
 
 def leaves_open(text: str, field: str) -> bool:
@@ -123,7 +211,7 @@ def leaves_open(text: str, field: str) -> bool:
     Raises:
         UsageError: the text makes no sense.
     """
-    return any(field in _fields(cls) and field not in values for cls, values in _members(text))
+    return any(field in _fields(member.cls) and field not in member.values for member in _members(text))
 
 
 def parse(text: str, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
@@ -147,33 +235,45 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None, 
     for key, value, what in given:
         if value is None:
             continue
-        takers = [(cls, values) for cls, values in chosen if key in _fields(cls)]
+        takers = [member for member in chosen if key in _fields(member.cls)]
         if not takers:
             raise UsageError(f"{what} was given, and the policy {brief(text)} takes none: drop it.")
-        for cls, values in takers:
-            if values.setdefault(key, value) != value:
-                raise UsageError(f"{what} was given, and {cls.name} says {key}={values[key]}: drop one of them.")
-    members = [_make(cls, values, option) for cls, values in chosen]
+        for member in takers:
+            said = member.values.setdefault(key, value)
+            if said != value:
+                raise UsageError(f"{what} was given, and {member.name} says {key}={said}: drop one of them.")
+    members = [_make(member, option) for member in chosen]
     return members[0] if len(members) == 1 else Stack(members)
 
 
-def _members(text: str) -> list[tuple[type[Policy], dict[str, Any]]]:
-    """Of a stack: classes, and the fields that the text gives. UsageError: a class is there twice."""
-    found = [_read(member) for member in re.split(r"\+(?!\d)", text)]  # a digit: the + of 1e+5
-    names = [cls.name for cls, _ in found]
-    for name in names:
-        times = names.count(name)
+def _members(text: str) -> list[_Member]:
+    """Of a stack: its members, as the text gives them. UsageError: a class is there twice."""
+    found = [_read(member) for member in _MEMBERS.split(text)]
+    classes = [member.cls for member in found]
+    for member in found:
+        times = classes.count(member.cls)
         if times > 1:
-            raise UsageError(f"The stack {brief(text)} names {name} {times} times: give it once.")
+            raise UsageError(f"The stack {brief(text)} names {member.name} {times} times: give it once.")
     return found
 
 
-def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
-    """One policy's text: its class, and its fields as the text gives them."""
+def _head(text: str) -> tuple[str, str | None]:
+    """One policy's text: its name, and the text of its options; None: it has no colon behind its name."""
     name, colon, rest = text.partition(":")
-    cls = lookup(name.strip())
+    found = own.OWN.match(text)
+    if found and name.strip() not in POLICIES:
+        name = found[0]
+        colon = text[found.end() : found.end() + 1]
+        rest = text[found.end() + 1 :]
+    return name.strip(), rest if colon else None
+
+
+def _read(text: str) -> _Member:
+    """One policy's text: its name, its class, and its fields as the text gives them."""
+    name, options = _head(text)
+    cls = lookup(name)
     values: dict[str, Any] = {}
-    for part in rest.split(",") if colon else ():
+    for part in [] if options is None else options.split(","):
         key, equals, value = part.partition("=")
         key = key.strip()
         if key not in _fields(cls):
@@ -182,13 +282,19 @@ def _read(text: str) -> tuple[type[Policy], dict[str, Any]]:
             raise UsageError(f"The policy {name} has no hyperparameter {quoted(key)}{hint}; it takes {names}.")
         if key in values:
             raise UsageError(f"The policy {name} is given {key} twice; leave one of them out.")
+        kind = _hints(cls)[key]
+        if not _is_readable(kind):
+            raise UsageError(
+                f"The policy {name} cannot be given {key} in a text, because its type is {quoted(kind)}: only int, "
+                "float, bool, str, a Literal of texts, and each of them or None can be."
+            )
         try:
-            values[key] = _typed(value, _hints(cls)[key])
+            values[key] = _typed(value, kind)
         except ValueError as error:
             raise UsageError(
-                f"The policy {name} cannot have {key}={brief(value)}: {key} is {_worded(_hints(cls)[key])}."
+                f"The policy {name} cannot have {key}={brief(value)}: {key} is {_worded(kind)}."
             ) from error
-    return cls, values
+    return _Member(name, cls, values)
 
 
 def _meant(cls: type[Policy], key: str, has_value: bool) -> str:
@@ -197,27 +303,32 @@ def _meant(cls: type[Policy], key: str, has_value: bool) -> str:
     policies = difflib.get_close_matches(first, POLICIES, 1) if colon or not has_value else []
     if policies:
         return f" (did you mean the policy {policies[0]}?)"
-    own = difflib.get_close_matches(key, _fields(cls), 1)
-    return f" (did you mean {own[0]}?)" if own else ""
+    similar = difflib.get_close_matches(key, _fields(cls), 1)
+    return f" (did you mean {similar[0]}?)" if similar else ""
 
 
-def _make(cls: type[Policy], values: dict[str, Any], option: str) -> Policy:
+@explaining()
+def _make(member: _Member, option: str) -> Policy:
     """The policy of these fields. Its budget, if it takes one, is a number or follows from its schedule."""
+    name, cls, values = member
     known = _fields(cls)
     if "schedule" in values:
         grow = Schedule.parse(values["schedule"]).grow
         if grow is not None and "budget" in known and values.setdefault("budget", grow) != grow:
             raise UsageError(
-                f"{cls.name}: the schedule {brief(values['schedule'])} lets lanes grow to {grow} tokens, and the "
+                f"{name}: the schedule {brief(values['schedule'])} lets lanes grow to {grow} tokens, and the "
                 f"budget is {quoted(values['budget'])}: drop the budget, or make them equal."
             )
     if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
-        raise UsageError(f"The policy {cls.name} needs a budget in tokens: give {option}, or {cls.name}:budget=….")
+        raise UsageError(f"The policy {name} needs a budget in tokens: give {option}, or {name}:budget=….")
+    missing = [key for key, field in known.items() if key not in values and _is_required(field)]
+    if missing:
+        raise UsageError(f"The policy {name} needs a value of {missing[0]}: write {name}:{missing[0]}=….")
     policy = cls(**values)
     check_numbers(policy)
     block = policy.storage.block
     if block < 1 or block & (block - 1):
-        raise UsageError(f"{cls.name}: block={block}; the tokens of a page must be a power of two.")
+        raise UsageError(f"{name}: block={block}; the tokens of a page must be a power of two.")
     return policy
 
 
@@ -249,6 +360,11 @@ def _fields(cls: type[Policy]) -> dict[str, Field[Any]]:
     return {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
 
+def _is_required(field: Field[Any]) -> bool:
+    """Whether a field has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
 def _hints(cls: type[Policy]) -> dict[str, Any]:
     """The types of a class's hyperparameters by name. Finding them takes Python milliseconds, so they are kept."""
     if cls not in _HINTS:
@@ -275,6 +391,16 @@ def _typed(text: str, kind: Any) -> Any:
     return allowed[text]
 
 
+def _is_readable(kind: Any) -> bool:
+    """Whether a text can give a value of a field's type."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [k for k in get_args(kind) if k is not NoneType]
+        return len(kinds) == 1 and _is_readable(kinds[0])
+    if get_origin(kind) is Literal:
+        return all(isinstance(value, str) for value in get_args(kind))
+    return kind in (int, float, bool, str)
+
+
 def _worded(kind: Any) -> str:
     """A field's type in words."""
     if get_origin(kind) in (Union, UnionType):
@@ -283,6 +409,14 @@ def _worded(kind: Any) -> str:
         return " or ".join(map(str, get_args(kind)))
     words = {int: "a whole number", float: "a number", bool: "true or false", NoneType: "none"}
     return words.get(kind, "a text")
+
+
+def summary_of(cls: type[Policy]) -> str:
+    """What a policy does, in a line: its `summary` or, where it has none, the beginning of its docstring."""
+    if cls.summary:
+        return cls.summary
+    first = (vars(cls).get("__doc__") or "").strip().partition("\n")[0]
+    return "" if first.startswith(f"{cls.__name__}(") else first  # what @dataclass writes where there is none
 
 
 def describe(cls: type[Policy]) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from minithink.cli.commands import positive
 from minithink.engine import Engine, load
+from minithink.policies import load as load_policy
 from minithink.results import record
 from minithink.stream import Stream
 from minithink.tasks import load_problems
@@ -37,7 +38,14 @@ BLOCK = 16  # steps of one cache before it is the next one's turn
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench caches`."""
     add = parser.add_argument
-    add("--policies", nargs="+", default=POLICIES, metavar="P", help="policies (none: no policy at all)")
+    add(
+        "--policies",
+        nargs="+",
+        type=load_policy,
+        default=POLICIES,
+        metavar="P",
+        help="policies (none: no policy at all)",
+    )
     add("--batch", nargs="+", type=positive, default=[1, 8], metavar="N", help="sequences (default: 1 8)")
     add("--steps", type=positive, default=256, metavar="N", help="decoding steps of each cache (default: 256)")
     add("--output", metavar="FILE", help=f"default: docs/results/{DEFAULT}.json")

@@ -38,6 +38,7 @@ from minithink.bench.speed.steady import LLAMA, Ours, RandomModel, Settings, Ste
 from minithink.cli.commands import positive
 from minithink.engine import TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError
+from minithink.policies import load as load_policy
 from minithink.results import record
 from minithink.tasks import load_problems
 
@@ -70,7 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=positive, metavar="N", help="embedded model (default 512; 256 on a GPU)")
     add("--repeats", type=positive, default=3, metavar="N", help="embedded model (default 3)")
     add("--context", type=positive, default=2048, metavar="N", help="tokens read first, other shapes")
-    add("--policy", metavar="NAME:X=1", help="under which other shapes run, ours alone (default: the full cache)")
+    add(
+        "--policy",
+        type=load_policy,
+        metavar="NAME:X=1",
+        help="under which other shapes run, ours alone (default: the full cache)",
+    )
     add("--steps", type=positive, default=64, metavar="N", help="decoding steps timed, other shapes")
     add("--time-budget", type=positive, metavar="SECONDS", help="begin nothing later (default on a GPU: 200)")
     add("--output", type=Path, metavar="FILE", help="default: docs/results/decode-cpu.json, decode-gpu.json")
