@@ -159,12 +159,11 @@ def _of_groups(p_token, m_token, H: tl.constexpr):
     """The parameters of every word's group, [BLOCK_T, H.block]: scales as fp16 · 2^6, of integers scale and minimum
     in one int32. p_token: pointers [BLOCK_T, 1] to the parameters of each token.
 
-    If groups are whole and equally many words, each group's are loaded and converted once and then repeated.
+    If groups are whole words and the token is whole groups, each group's are loaded and converted once and then
+    repeated.
     """
     GROUPS: tl.constexpr = H.words * H.planes // H.group
-    REPEATED: tl.constexpr = (
-        H.words == H.block and GROUPS * H.group == H.words * H.planes and H.block % max(GROUPS, 1) == 0
-    )
+    REPEATED: tl.constexpr = H.words == H.block and H.group % H.planes == 0 and H.words * H.planes % H.group == 0
     m_token = m_token[:, None]
     if REPEATED:
         x = tl.load(p_token + tl.arange(0, GROUPS)[None, :], m_token, other=0)
