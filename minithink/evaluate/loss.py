@@ -28,7 +28,17 @@ from minithink.evaluate.meter import Held, Seconds, meter
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
 from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
 from minithink.evaluate.summary import FULL
-from minithink.evaluate.texts import STDLIB, Text, given_answers, given_texts, read_answers, read_texts
+from minithink.evaluate.texts import (
+    LENGTH,
+    NAMES,
+    REFERENCE,
+    STDLIB,
+    Text,
+    given_answers,
+    given_texts,
+    read_answers,
+    read_texts,
+)
 from minithink.kv.sizes import check_budget
 from minithink.policies import load_list
 from minithink.results import origin
@@ -37,7 +47,6 @@ from minithink.results.sources import source_of
 from minithink.sequence import Track
 from minithink.stream import Stream
 
-LENGTH = 1536  # tokens of a text
 HELP = (
     "The full cache is always run, too, because the others are compared with it. Written to DIR: config.json, a "
     "line of results.jsonl for each text and policy, results.json, and pictures if matplotlib is there."
@@ -51,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--texts",
         default=STDLIB,
         metavar="WHERE",
-        help="a text file, a .jsonl file with a field `text`, a folder of texts, or stdlib: source files of the "
-        "Python that runs, drawn by lot (default: stdlib)",
+        help="a text file, a .jsonl file with a field `text`, a folder of texts; stdlib: source files of the Python "
+        "that runs, drawn by lot; or reference: worked solutions of the embedded model's puzzles, each behind its "
+        "question as in a chat (default: stdlib)",
     )
     add(
         "--policies",
@@ -72,8 +82,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--answers",
         action="store_true",
-        help="of the tokens behind the thinking alone: WHERE is the folder of an evaluation with --keep-text, or a "
-        ".jsonl file with prompt, thinking and answer; texts are read whole, and prompts are as in a chat",
+        help="of the tokens behind the thinking alone: WHERE is the folder of an evaluation with --keep-text, a "
+        ".jsonl file with prompt, thinking and answer, or reference; texts are read whole, and their prompts are as "
+        "in a chat",
     )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add(
@@ -81,22 +92,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=PROMPT_TOKENS,
         metavar="N",
-        help=f"the first tokens of a text are read at once, and have no loss (default: {PROMPT_TOKENS})",
+        help=f"the first tokens of a text are read at once, and have no loss (default: {PROMPT_TOKENS}; of reference "
+        "always the question)",
     )
     add(
         "--length",
         type=positive,
-        default=LENGTH,
         metavar="N",
-        help=f"tokens of a text at most; what lies behind is left out (default: {LENGTH:,})",
+        help=f"tokens of a text at most; what lies behind is left out (default: {LENGTH:,}; of reference all)",
     )
     add(
         "--limit",
         type=positive,
         metavar="N",
-        help="only the first N texts; of stdlib, how many are drawn (default: all; of stdlib 20)",
+        help="only the first N texts; of stdlib and reference, how many are drawn (default: all, 20 and 12)",
     )
-    add("--seed", type=natural, default=0, help="of the draw of stdlib's texts, and of intervals (default: 0)")
+    add("--seed", type=natural, default=0, help="of the draw of such texts, and of intervals (default: 0)")
     add_model_arguments(parser)
     add(
         "--calibration",
@@ -143,9 +154,9 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
     """
     cells = cells_of(args)
     if args.answers:
-        texts = read_answers(args.texts, args.limit)
+        texts = read_answers(args.texts, args.limit, args.seed)
     else:
-        texts = read_texts(args.texts, length=args.length, limit=args.limit, seed=args.seed)
+        texts = read_texts(args.texts, length=length_of(args) or LENGTH, limit=args.limit, seed=args.seed)
     engine = load(
         args.model,
         adapter=args.adapter,
@@ -154,9 +165,10 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
         backend=args.backend,
         calibration=args.calibration,
     )
-    if args.length > engine.config.max_position and not args.answers:
+    length = length_of(args)
+    if length is not None and length > engine.config.max_position:
         raise UsageError(
-            f"--length is {args.length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
+            f"--length is {length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
             "at most as many."
         )
     calibration = calibrations(engine, cells)
@@ -194,6 +206,15 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
             "--dtype or another checkpoint."
         )
     return loss_summary.summarize(records, args.seed, settings["policies"])
+
+
+def length_of(args: argparse.Namespace) -> int | None:
+    """Tokens of a text that are read at most; None: all."""
+    if args.answers:
+        return None
+    if args.length is None and args.texts != REFERENCE:
+        return LENGTH
+    return args.length
 
 
 def title_of(settings: dict[str, Any]) -> str:
@@ -240,10 +261,11 @@ class Reading:
         assert engine.loaded.home is not None
         self.engine = engine
         self.texts = texts
+        length = length_of(args)
         if args.answers:
             self.given = given_answers(engine, texts)
         else:
-            self.given = given_texts(engine, texts, prompt_tokens=args.prompt_tokens, length=args.length)
+            self.given = given_texts(engine, texts, prompt_tokens=args.prompt_tokens, length=length)
         most = GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH
         self.batch_size = args.batch_size or min(most, len(texts))
         self.has_said_why = False
@@ -251,11 +273,11 @@ class Reading:
             INSTRUMENT: "loss",
             "model": model_name(args.model, args.adapter),
             "checkpoint": engine.loaded.home.checkpoint,
-            "dataset": args.texts if args.texts == STDLIB else Path(args.texts).name,
+            "dataset": args.texts if args.texts in NAMES else Path(args.texts).name,
             "texts": {text.name: text.digits for text in texts},
             "answers": args.answers,
-            "prompt_tokens": None if args.answers else args.prompt_tokens,
-            "length": max(len(one.ids) for one in self.given) if args.answers else args.length,
+            "prompt_tokens": None if args.answers or args.texts == REFERENCE else args.prompt_tokens,
+            "length": max(len(one.ids) for one in self.given) if length is None else length,
             "policies": list(dict.fromkeys(cell.policy for cell in cells)),
             "budgets": list(args.budgets),
             "schedule": args.schedule,

@@ -1,4 +1,5 @@
-"""The texts whose loss is taken: a file, the files of a folder, or source files of the Python that runs."""
+"""The texts whose loss is taken: a file, the files of a folder, source files of the Python that runs, or reference
+traces of the embedded model's tasks."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,15 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import NONE
 from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
 from minithink.results.files import read_bytes
+from minithink.tasks.prepare import FAMILIES, draw_problems, id_of, reference_trace
 from minithink.text.thinking import CLOSE, count_thinking
 
 STDLIB = "stdlib"
+REFERENCE = "reference"
+NAMES = (STDLIB, REFERENCE)  # what --texts takes beside files and folders
 SOURCES = 20  # files of the standard library, if the caller does not say how many
+TRACES = 12  # reference traces, likewise
+LENGTH = 1536  # tokens of a text, likewise; reference traces and texts with answers are read whole
 BYTES = 8  # of a source file for each token that is wanted: few tokens of any tokenizer have as many
 CHARACTERS = 32  # of any text, likewise: what lies beyond is not tokenized
 
@@ -48,10 +55,11 @@ class Given:
     first: int  # the position of the first token whose loss counts
 
 
-def read_texts(where: str, *, length: int, limit: int | None = None, seed: int = 0) -> list[Text]:
+def read_texts(where: str, *, length: int = LENGTH, limit: int | None = None, seed: int = 0) -> list[Text]:
     """The texts that `--texts` names.
 
     - `stdlib`: source files of the Python that runs, long enough, drawn by lot with the seed.
+    - `reference`: reference traces of validation problems, drawn with the seed, each behind its question.
     - a folder: all files in it and in its folders, in the order of their names. Names that begin with a dot are
       passed over.
     - a `.jsonl` file: one object a line, with the field `text`.
@@ -59,7 +67,7 @@ def read_texts(where: str, *, length: int, limit: int | None = None, seed: int =
 
     Args:
         length: tokens that are wanted of each text; only for `stdlib`.
-        limit: only the first so many; of `stdlib`, how many are drawn. None: all, and SOURCES.
+        limit: only the first so many; of `stdlib` and `reference`, how many are drawn. None: all; SOURCES; TRACES.
         seed: of the draw.
 
     Raises:
@@ -67,6 +75,8 @@ def read_texts(where: str, *, length: int, limit: int | None = None, seed: int =
     """
     if where == STDLIB:
         return _sources(length, SOURCES if limit is None else limit, seed)
+    if where == REFERENCE:
+        return _references(TRACES if limit is None else limit, seed)
     path = Path(where)
     if path.is_dir():
         texts = [Text(found.relative_to(path).as_posix(), _content(found)) for found in _files(path)[:limit]]
@@ -78,31 +88,50 @@ def read_texts(where: str, *, length: int, limit: int | None = None, seed: int =
     return [Text(path.name, _content(path))]
 
 
-def given_texts(engine: Engine, texts: Sequence[Text], *, prompt_tokens: int, length: int) -> list[Given]:
-    """The first `length` tokens of each text, or all that it has.
+def given_texts(engine: Engine, texts: Sequence[Text], *, prompt_tokens: int, length: int | None) -> list[Given]:
+    """The first tokens of each text, or all that it has.
+
+    Args:
+        engine: has the tokenizer.
+        texts: what is read.
+        prompt_tokens: of a text without a question. Otherwise the question is the prompt.
+        length: tokens at most, those of the prompt included; None: all.
 
     Raises:
-        UsageError: a text has no token behind the prompt.
+        UsageError: a text has no token behind the prompt, or is longer than the context.
     """
     out = []
     for text in texts:
         name = escaped(text.name)
-        beginning = text.content[: CHARACTERS * length]
-        ids = engine.text_ids(beginning, name)
-        if len(ids) <= length and len(beginning) < len(text.content):
-            ids = engine.text_ids(text.content, name)
+        if text.question is None:
+            ids = _beginning(engine, text.content, name, length)
+            prompt = prompt_tokens
+        else:
+            question = engine.prompt_ids(text.question)
+            ids = question + _beginning(engine, text.content, name, length)
+            prompt = len(question)
         ids = ids[:length]
-        check_text(name, len(ids), prompt_tokens, engine.config.max_position)
-        out.append(Given(ids, prompt_tokens, first=prompt_tokens))
+        check_text(name, len(ids), prompt, engine.config.max_position)
+        out.append(Given(ids, prompt, first=prompt))
     return out
+
+
+def _beginning(engine: Engine, content: str, name: str, length: int | None) -> list[int]:
+    """At least the first `length` tokens of a text, or all. A long text is tokenized only as far as it's needed."""
+    beginning = content if length is None else content[: CHARACTERS * length]
+    ids = engine.text_ids(beginning, name)
+    if length is not None and len(ids) <= length and len(beginning) < len(content):
+        ids = engine.text_ids(content, name)
+    return ids
 
 
 # -- answers
 
 
-def read_answers(where: str, limit: int | None = None) -> list[Text]:
+def read_answers(where: str, limit: int | None = None, seed: int = 0) -> list[Text]:
     """Questions with a thinking text and an answer.
 
+    - `reference`: as of `read_texts`.
     - the folder of an evaluation with `--keep-text`: what the full cache generated, or else the first policy, and
       came to an end.
     - a `.jsonl` file: one object a line, with `prompt`, `thinking` and `answer`.
@@ -112,9 +141,11 @@ def read_answers(where: str, limit: int | None = None) -> list[Text]:
     """
     if where == STDLIB:
         raise UsageError(
-            "--answers needs texts with answers: give --texts the folder of an evaluation with --keep-text, or a "
-            ".jsonl file."
+            "--answers needs texts with answers: give --texts the folder of an evaluation with --keep-text, a .jsonl "
+            "file, or reference."
         )
+    if where == REFERENCE:
+        return _references(TRACES if limit is None else limit, seed)
     path = Path(where)
     texts = _kept_texts(path) if path.is_dir() else _thinking_lines(path)
     if not texts:
@@ -225,6 +256,23 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(row, dict):
             raise UsageError(f"{escaped(where)} is no object: it is {quoted(row)}.")
         yield where, row
+
+
+def _references(count: int, seed: int) -> list[Text]:
+    """Reference traces of `count` validation problems, on which no model was trained, of the families in turn."""
+    draws = {}
+    for family in FAMILIES:
+        rng = random.Random(f"{family}{seed}")
+        draws[family] = draw_problems(family, "validation", rng)
+    texts = dict[str, Text]()
+    for draw in cycle(draws.values()):
+        if len(texts) == count:
+            return list(texts.values())
+        problem = next(draw)
+        thinking, answer = reference_trace(problem)
+        name = id_of(problem)
+        texts[name] = Text(name, f"{thinking}{CLOSE}{answer}", problem.question)
+    raise AssertionError("there are families")
 
 
 def _sources(length: int, count: int, seed: int) -> list[Text]:

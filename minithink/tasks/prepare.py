@@ -123,6 +123,26 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
+def draw_problems(family: str, split: str, rng: random.Random) -> Iterator[Puzzle]:
+    """Problems of one split, of the sizes that the shipped ones have, without end."""
+    while True:
+        problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
+        if problem.split() == split:
+            yield problem
+
+
+def id_of(problem: Puzzle) -> str:
+    """The id of a problem in the files of its split."""
+    return f"{problem.family}-{problem.split()}-{problem.digest().hex()[:12]}"
+
+
+def reference_trace(problem: Puzzle) -> tuple[str, str]:
+    """The reference trace: thinking and answer. It is drawn from the problem's own hash, so that anyone can draw it
+    again."""
+    thinking, answer = FAMILIES[problem.family].draw_trace(problem, random.Random(problem.digest()))
+    return thinking, answer
+
+
 def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:
     """Draw problems of one split until each length bin is full. folder: has the tokenizer that counts the lengths."""
     from minithink.text.tokenizer import Tokenizer
@@ -131,18 +151,16 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
     rng = random.Random(f"{split}{seed}")
     wanted = dict(zip(BINS, COUNTS[family][split], strict=True))
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {b: [] for b in BINS}
+    problems = draw_problems(family, split, rng)
     while any(len(rows[b]) < wanted[b] for b in BINS):
-        problem = FAMILIES[family].draw_problem(rng, rng.randint(*SIZES[family]))
-        if problem.split() != split:
-            continue
-        # The reference trace is drawn from the problem's own hash, so that anyone can draw it again.
-        thinking, _ = FAMILIES[family].draw_trace(problem, random.Random(problem.digest()))
+        problem = next(problems)
+        thinking, _ = reference_trace(problem)
         tokens = len(tokenizer.encode(thinking))
         for low, high in BINS:
             if low <= tokens < high and len(rows[low, high]) < wanted[low, high]:
                 rows[low, high].append(
                     {
-                        "id": f"{family}-{split}-{problem.digest().hex()[:12]}",
+                        "id": id_of(problem),
                         "family": family,
                         "question": problem.question,
                         "answer": problem.answer,

@@ -24,6 +24,7 @@ from minithink.evaluate.journal import Record, read
 from minithink.evaluate.loss_summary import BAND, distance, first_of, summarize
 from minithink.evaluate.texts import read_texts
 from minithink.stream import Stream
+from minithink.tasks.answers import boxed
 from tests.evaluate.run import QUESTIONS
 from tests.evaluate.test_runner import interrupt
 from tests.fixtures_checkpoint import CONTEXT
@@ -180,6 +181,51 @@ def test_stdlib_is_a_fixed_choice(tmp_path: Path) -> None:
     assert all(len(text.content.encode()) >= 8 * 1536 for text in found)
     assert found != read_texts("stdlib", length=1536, seed=1)
     assert len(read_texts("stdlib", length=600, limit=4)) == 4
+
+
+def test_reference_traces_are_drawn_of_validation_problems_in_turn() -> None:
+    found = read_texts("reference")
+    assert found == read_texts("reference")
+    assert found == texts.read_answers("reference")
+    assert len({text.name for text in found}) == texts.TRACES
+    of_families = [text.name.rpartition("-")[0] for text in found]
+    assert of_families == ["facts-validation", "ledger-validation", "search-validation"] * 4
+    assert all(boxed(text.content) is not None for text in found)
+    assert found[:5] == read_texts("reference", limit=5)
+    assert not set(found) & set(read_texts("reference", seed=1))
+
+
+def test_reference_traces_are_read_behind_their_questions() -> None:
+    engine = load("tiny", device="cpu")
+    found = read_texts("reference", limit=3)
+    whole = texts.given_texts(engine, found, prompt_tokens=1, length=None)
+    answers = texts.given_answers(engine, found)
+    for text, given, answer in zip(found, whole, answers, strict=True):
+        assert text.question is not None
+        prompt = engine.prompt_ids(text.question)
+        assert given.ids == [*prompt, *engine.text_ids(text.content)]
+        assert given.prompt_tokens == given.first == len(prompt)
+        assert answer.ids == given.ids
+        behind = engine.tokenizer.decode(answer.ids[answer.first :])
+        assert behind == text.content.partition("</think>")[2]
+    most = max(given.prompt_tokens for given in whole) + 5
+    cut = texts.given_texts(engine, found, prompt_tokens=1, length=most)
+    assert [given.ids for given in cut] == [given.ids[:most] for given in whole]
+
+
+def test_a_run_on_reference_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = {"policies": "window", "budgets": "0.9", "limit": 1, "prompt_tokens": None}
+    [text] = read_texts("reference", limit=1)
+    engine = load("tiny", device="cpu")
+    assert text.question is not None
+    prompt = len(engine.prompt_ids(text.question))
+    output = tmp_path / "out"
+    assert main(words(Path("tiny"), "reference", output, **changed, length=prompt + 8)) == 0
+    settings = json.loads((output / "config.json").read_text())["settings"]
+    assert [settings[name] for name in ("dataset", "prompt_tokens", "length")] == ["reference", None, prompt + 8]
+    assert [len(r.losses or []) for r in read(output).records] == [8, 8]
+    assert main(words(Path("tiny"), "reference", tmp_path / "short", **changed, length=prompt)) == 2
+    assert f"the first {prompt} are the prompt" in capsys.readouterr().err
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import random
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -107,14 +108,14 @@ def test_the_splits_are_large_enough_and_apart(family):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("family", prepare.FAMILIES)
 def test_shipped_problems_are_the_ones_that_are_drawn(tokenizer, family, split):
-    rng, module = random.Random(f"{split}7"), prepare.FAMILIES[family]
     shipped = {p.id: p for p in load_problems(split, family)}
     found = 0
-    for _ in range(150):  # one in sixteen belongs to the split
-        problem = module.draw_problem(rng, rng.randint(*prepare.SIZES[family]))
-        match = shipped.get(f"{family}-{split}-{problem.digest().hex()[:12]}")
-        if problem.split() == split and match is not None:
-            thinking, _ = module.draw_trace(problem, random.Random(problem.digest()))
+    problems = prepare.draw_problems(family, split, random.Random(f"{split}7"))
+    for problem in islice(problems, 9):
+        assert problem.split() == split
+        match = shipped.get(prepare.id_of(problem))
+        if match is not None:
+            thinking, _ = prepare.reference_trace(problem)
             assert (match.question, match.answer) == (problem.question, problem.answer)
             assert match.thinking_tokens == len(tokenizer.encode(thinking))
             found += 1
