@@ -26,6 +26,7 @@ from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
+from minithink.evaluate.ranks import refuse_ranks
 from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
 from minithink.evaluate.summary import FULL
 from minithink.evaluate.texts import (
@@ -152,6 +153,7 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
         args: the options of `add_arguments`.
         command: the command line, for the record.
     """
+    refuse_ranks()
     cells = cells_of(args)
     if args.answers:
         texts = read_answers(args.texts, args.limit, args.seed)

@@ -16,12 +16,23 @@ T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # one process may be busy for that long while others wait
 
 
+def world_size() -> int:
+    """How many processes torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def refuse_ranks() -> None:
+    """UsageError: torchrun has started several processes, and what is to be done is done by one."""
+    if world_size() > 1:
+        raise UsageError("This runs in one process: start it without torchrun.")
+
+
 class Ranks:
     """This process among the ranks. Also a context manager."""
 
     def __init__(self) -> None:
         self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        self.size = world_size()
         if self.size > 1:  # gloo suffices: the processes only wait for each other
             torch.distributed.init_process_group("gloo", timeout=PATIENCE)
 

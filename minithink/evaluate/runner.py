@@ -42,7 +42,7 @@ from minithink.evaluate.plan import (
     said_of_prompts,
     tokens_of,
 )
-from minithink.evaluate.ranks import Ranks
+from minithink.evaluate.ranks import Ranks, refuse_ranks
 from minithink.evaluate.recall import Recall
 from minithink.evaluate.summary import FULL, Row
 from minithink.evaluate.trace import Recording, path_of
@@ -313,9 +313,8 @@ def evaluate_alone(
     job: Job, folder: Path, *, command: str, resume: bool = False, mean: float | None = None
 ) -> list[Row] | None:
     """Evaluate in this process alone. Arguments and result: as in `evaluate`."""
+    refuse_ranks()
     with Ranks() as ranks:
-        if ranks.size > 1:
-            raise UsageError("This runs in one process: start it without torchrun.")
         return evaluate(job, folder, ranks, command=command, resume=resume, mean=mean)
 
 

@@ -284,6 +284,21 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "out").exists()
 
 
+def test_several_processes_are_refused(
+    model: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Under torchrun each of them would read all texts, and they would wait for the same journal."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert main(words(model, folder, tmp_path / "out")) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_folders_and_lines_without_texts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder without texts"):
         read_texts(str(tmp_path), length=9)
