@@ -74,7 +74,14 @@ def line(m: Measurement) -> str:
 def collect(paths: Sequence[str]) -> list[str]:
     """The names of all tests there, as pytest has them. MinithinkError: it cannot read them."""
     words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "--collect-only", *paths]
-    done = subprocess.run(words, cwd=origin.ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        words,
+        cwd=origin.ROOT,
+        env={**os.environ, "PYTEST_ADDOPTS": ""},  # one more -q there, and pytest counts the tests instead
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     names = re.findall(r"^\S+\.py::.*$", done.stdout, re.M)
     if done.returncode or not names:
         raise MinithinkError(f"pytest finds no tests in {' '.join(paths)}: {done.stdout.strip()[-500:]}")
