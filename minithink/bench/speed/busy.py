@@ -1,8 +1,8 @@
 """Decoding on a CPU whose cores other programs hold, by how threads wait for each other (`minithink/cli/cores.py`).
 
 A program that loops without end holds a core. Every run is a process of its own, because OpenMP reads its settings
-only once. Runs of all settings take turns, so that a machine that slows down slows all of them, and medians are
-compared.
+only once. Runs of all settings take turns, every second time in reverse order, so that a machine that slows down
+slows all of them, and medians are compared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
+from minithink.bench.speed.clock import Deadline, in_turns
 from minithink.cli import cores
 from minithink.cli.commands import natural, positive
 from minithink.engine import load
@@ -65,7 +67,7 @@ def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[record.M
         for count in held:
             load_before = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
             with holding(count):
-                runs = in_turns(args, batch)
+                runs = speeds_by_setting(args, batch)
             speeds = {name: statistics.median(found) for name, found in runs.items()}
             yield {"batch": batch, "held": count, "load_before": load_before, "speeds": speeds, "runs": runs}
 
@@ -98,13 +100,14 @@ def holding(count: int) -> Iterator[None]:
             holder.wait()
 
 
-def in_turns(args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
+def speeds_by_setting(args: argparse.Namespace, batch: int) -> dict[str, list[float]]:
     """Tokens per second of every run, by setting."""
-    runs: dict[str, list[float]] = {}
-    for _ in range(args.repeats):
-        for name, environment in settings(args.spins).items():
-            runs.setdefault(name, []).append(speed_in_a_process(environment, batch, args.steps, args.seconds))
-    return runs
+
+    def speed_of_a_run(environment: dict[str, str], steps: int) -> list[float]:
+        return [speed_in_a_process(environment, batch, steps, args.seconds)]
+
+    sides = {name: partial(speed_of_a_run, environment) for name, environment in settings(args.spins).items()}
+    return in_turns(sides, [args.steps] * args.repeats, Deadline(None))
 
 
 def speed_in_a_process(environment: dict[str, str], batch: int, steps: int, seconds: int) -> float:

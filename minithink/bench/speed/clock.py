@@ -41,6 +41,8 @@ def in_turns(
 ) -> dict[str, list[Found]]:
     """Run several sides one after the other, turn by turn, so that a machine that slows down slows all of them.
 
+    The side that begins a turn ends the next one, so that none of two sides is always behind the other.
+
     Args:
         sides: each takes the number of its turn, such as the steps to take.
         turns: these numbers; fewer turns if the deadline comes, at least one.
@@ -50,10 +52,12 @@ def in_turns(
         What each side returned in all of its turns.
     """
     found: dict[str, list[Found]] = {name: [] for name in sides}
+    names = list(sides)
     for i, number in enumerate(turns, start=1):
         began = time.monotonic()
-        for name, side in sides.items():
-            found[name] += side(number)
+        for name in names:
+            found[name] += sides[name](number)
+        names.reverse()
         if i < len(turns) and deadline.over(time.monotonic() - began):
             break
     return found

@@ -12,8 +12,8 @@ Shapes:
                     steps, ours as the engine runs them, beside the time that reading the weights and the cache takes
                     at the least. With --policy the sequences are spread over its cycle (`steady.py`).
 
-Runs of the two sides alternate, so that a machine that slows down slows both. A ratio is ours / theirs in tokens per
-second: above 1, minithink is faster.
+The two sides take turns, and they take turns to begin, so that a machine that slows down slows both.
+A ratio is ours / theirs in tokens per second: above 1, minithink is faster.
 """
 
 from __future__ import annotations

@@ -21,10 +21,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from minithink.bench.speed import versus_side
+from minithink.bench.speed.clock import Deadline, in_turns
 from minithink.cli.commands import positive
 from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.results import record
@@ -136,15 +138,22 @@ def turns_of_a_pair(
         side.ask(make=made)
     for side in sides.values():
         side.answer()
-    return in_turns(sides, args.steps, args.turns)
+    timed = {name: partial(seconds, side) for name, side in sides.items()}
+    return in_turns(timed, [args.steps] * args.turns, Deadline(None))
+
+
+def seconds(side: Side, steps: int) -> list[float]:
+    """Let a side take so many steps → the seconds that they took."""
+    side.ask(go=steps)
+    return [side.answer()]
 
 
 def summary(pairs: list[dict[str, list[float]]], steps: int) -> record.Measurement:
     """What the turns of all pairs of processes say: speed here / speed there, and milliseconds a step."""
-    ratios = [[there / here for here, there in zip(seconds[HERE], seconds[THERE], strict=True)] for seconds in pairs]
+    ratios = [[there / here for here, there in zip(pair[HERE], pair[THERE], strict=True)] for pair in pairs]
     medians = {}
     for name in (HERE, THERE):
-        all_turns = [turn for seconds in pairs for turn in seconds[name]]
+        all_turns = [turn for pair in pairs for turn in pair[name]]
         medians[name] = statistics.median(all_turns) / steps * 1e3
     by_pair = [statistics.median(found) for found in ratios]
     return {
@@ -153,18 +162,6 @@ def summary(pairs: list[dict[str, list[float]]], steps: int) -> record.Measureme
         "ratio_by_pair": by_pair,
         "ratio": statistics.median(by_pair),
     }
-
-
-def in_turns(sides: dict[str, Side], steps: int, turns: int) -> dict[str, list[float]]:
-    """The seconds of every turn of each side."""
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
-    for _ in range(turns):
-        for name in names:
-            sides[name].ask(go=steps)
-            seconds[name].append(sides[name].answer())
-        names.reverse()  # the other one begins next time
-    return seconds
 
 
 def line(m: record.Measurement) -> str:

@@ -54,17 +54,18 @@ def test_settings_take_turns_and_holders_end(tmp_path: Path, monkeypatch: pytest
     assert main(["busy", *words]) == 0
     assert [holder.poll() is not None for holder in holders] == [True]
     names = list(busy.settings([1000]))
-    assert order == list(busy.settings([1000]).values()) * 6
+    forth = list(busy.settings([1000]).values())
+    assert order == [*forth, *forth[::-1], *forth] * 2  # for no core held, and for one
     result = json.loads(path.read_text())
     idle, held = result["measurements"]
     assert (idle["held"], held["held"]) == (0, 1)
-    assert idle["runs"]["commands"] == [101.0, 106.0, 111.0]
-    assert idle["speeds"] == {name: 106.0 + i for i, name in enumerate(names)}
+    assert idle["runs"]["commands"] == [101.0, 110.0, 111.0]
+    assert idle["speeds"] == {name: 110.0 - i for i, name in enumerate(names)}
     table = lines_of(TABLES["busy-cpu"], result)
     assert table[0].startswith(
         "| sequences | cores held | as commands set it | OpenMP's default | `GOMP_SPINCOUNT=1000`"
     )
-    assert table[2].startswith("| 1 | 0 | **106** | 107 | 108 |")
+    assert table[2].startswith("| 1 | 0 | **110** | 109 | 108 |")
     assert any(line.startswith("Medians; load average before the lines: ") for line in table)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from minithink.bench.__main__ import main
 from minithink.bench.speed import decode
-from minithink.bench.speed.clock import Deadline, in_turns
+from minithink.bench.speed.clock import Deadline
 from minithink.bench.speed.decode import Single, make_prompts, same_tokens
 from minithink.bench.speed.peer import CHUNK
 from minithink.bench.speed.steady import RandomModel
@@ -129,15 +129,6 @@ def test_steps_under_a_policy(policy: str) -> None:
     assert (m["policy"], m["context"], m["steps"]) == (policy, 64, 12)
     assert 0 < m["cache_bytes"] < 2 * 64 * SMALL.kv_bytes_per_token(4)
     assert "peer" not in m
-
-
-def test_sides_run_in_turns() -> None:
-    """Fewer turns if there is no time, but one; a deadline that is far changes nothing."""
-    order = list[tuple[str, int]]()
-    sides = {name: lambda n, name=name: order.append((name, n)) or [n] for name in "ab"}
-    assert in_turns(sides, [3, 3, 1], Deadline(60)) == {"a": [3, 3, 1], "b": [3, 3, 1]}
-    assert order == [(name, n) for n in (3, 3, 1) for name in "ab"]
-    assert in_turns(sides, [3, 3, 1], Deadline(0)) == {"a": [3], "b": [3]}
 
 
 def test_the_time_budget_leaves_out_what_comes_too_late(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -37,19 +38,21 @@ def test_both_sides_decode_in_turns(other: Path, tmp_path: Path, capsys: pytest.
 
 
 def test_the_side_that_begins_alternates() -> None:
-    asked = []
+    asked = list[tuple[str, int]]()
 
     class Noting:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def ask(self, go: int) -> None:
-            asked.append((self.name, go))
+        def ask(self, go: int = 0, make: object = None) -> None:
+            if go:
+                asked.append((self.name, go))
 
         def answer(self) -> float:
             return float(len(asked))
 
-    found = versus.in_turns({"here": Noting("here"), "there": Noting("there")}, steps=5, turns=3)
+    sides = {"here": Noting("here"), "there": Noting("there")}
+    found = versus.turns_of_a_pair(sides, "full", 2, Namespace(steps=5, turns=3))
     assert asked == [("here", 5), ("there", 5), ("there", 5), ("here", 5), ("here", 5), ("there", 5)]
     assert found == {"here": [1.0, 4.0, 5.0], "there": [2.0, 3.0, 6.0]}
 
