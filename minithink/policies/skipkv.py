@@ -89,7 +89,6 @@ class SkipKV(Steered, Scored):
         positions = shape.tokens + 1 if self.skip else 0
         sentences = shape.tokens + 2 if self.skip else 0
         vectors = min(self.vectors, shape.tokens + 1) if self.skip else 0  # a sentence has at least one token
-        self._read = torch.zeros(rows, 3, dtype=torch.int32, device=device)
         self._count = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._total = torch.zeros(rows, shape.hidden if self.skip else 0, device=device)
         self._vector = torch.zeros(rows, vectors, shape.hidden, device=device)
@@ -100,12 +99,13 @@ class SkipKV(Steered, Scored):
         self._count[:, 0] = 1
 
     def reset(self, row: int) -> None:
-        for x in (self._read, self._count, self._total, self._penalty, self._number, self._gone):
+        super().reset(row)
+        for x in (self._count, self._total, self._penalty, self._number, self._gone):
             x[row] = 0
         self._count[row, 0] = 1
 
     def state(self) -> Iterable[Tensor]:
-        return *super().state(), self._read, self._gone, *self._known
+        return *super().state(), self._gone, *self._known
 
     @property
     def _known(self) -> tuple[Tensor, ...]:
@@ -142,19 +142,12 @@ class SkipKV(Steered, Scored):
         # α_t = α_0 + γ·N_o
         return self.alpha_0 + self.gamma * self._read[step.row, 2].float()
 
-    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
-        """Steer layer L_s. After the final norm, read the newest token, and add its state to its sentence."""
-        if layer == -1 and self._table is not None:
-            ends = step.ops.sentences(
-                token=step.tokens,
-                at=step.row,
-                active=step.active,
-                table=self._table,
-                state=self._read,
-            )
-            if self.skip:
-                self._add(step, hidden, ends)
-        return super().steer(step, layer, hidden)
+    def read(self, step: Step, hidden: Tensor) -> Tensor:
+        """Read the newest tokens, and add their states to their sentences."""
+        ends = super().read(step, hidden)
+        if self.skip:
+            self._add(step, hidden, ends)
+        return ends
 
     def _add(self, step: Step, hidden: Tensor, ends: Tensor) -> None:
         """Add the newest tokens' states to their sentences. ends: what `ops.sentences` says of these tokens."""

@@ -36,7 +36,7 @@ class Steered(Policy):
     """The common part of policies that steer; a subclass says how strongly (`strength`)."""
 
     alpha_0: float = 1.0  # α_0, the strength at the beginning; 0: none
-    at: Literal["every", "boundary"] = "every"  # every token of the thinking, or blank lines only
+    at: Literal["every", "boundary"] = "every"  # every token of the thinking, or those that end a blank line
     layer: int | None = None  # L_s, from 0; None: the one that the calibration recommends
     vector: Literal["plain", "matched"] = "plain"  # V as above, or of thoughts after equal kinds of sentences
 
@@ -86,6 +86,8 @@ class Steered(Policy):
 
     def setup(self, shape: Shape) -> None:
         """UsageError: there is no steering vector, or one of another length than `shape.hidden`; or no tokenizer."""
+        # what was read of each row's text (`ref/sentences.py`)
+        self._read = torch.zeros(shape.rows, 3, dtype=torch.int32, device=shape.device)
         if self.steers and self._v is None:
             raise UsageError(f"{self.name} knows no steering vector: calibrate the model, or switch steering off.")
         if self._v is not None and len(self._v) != shape.hidden:
@@ -98,25 +100,49 @@ class Steered(Policy):
         self._v = None if self._v is None else self._v.to(shape.device)
         self._table = None if self._table is None else self._table.to(shape.device)
 
+    def reset(self, row: int) -> None:
+        self._read[row] = 0
+
     def state(self) -> Iterable[Tensor]:
-        return tuple(x for x in (self._v, self._table) if x is not None)
+        return self._read, *(x for x in (self._v, self._table) if x is not None)
 
     # -- a step
 
     def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
-        """Add α_t·V to the output of layer L_s. hidden: [B, d], of the newest tokens → the same shape and dtype."""
+        """Steer layer L_s. After the final norm, read the newest tokens.
+
+        hidden: [B, d], of the newest tokens → the same shape and dtype.
+        """
+        if layer == -1 and self._table is not None:
+            self.read(step, hidden)
         if layer != self._layer or self._v is None:
             return hidden
         alpha = self.strength(step)
         where = step.active & step.thinking & (alpha != 0)
         if self.at == "boundary":
-            assert self._table is not None
-            known = (step.tokens >= 0) & (step.tokens < self._table.shape[1])
-            does = self._table[0, torch.where(known, step.tokens, 0)]
-            where = where & known & ((does & PARAGRAPH) != 0)
+            where = where & self._ends_blank_line(step)
         # H ← H + α_t·V
         steered = (hidden.float() + alpha[:, None] * self._v).to(hidden.dtype)
         return torch.where(where[:, None], steered, hidden)
+
+    def read(self, step: Step, hidden: Tensor) -> Tensor:
+        """Read the newest token of each row → bool [B], whether it ends a sentence. hidden: [B, d], its state."""
+        ends: Tensor = step.ops.sentences(
+            token=step.tokens,
+            at=step.row,
+            active=step.active,
+            table=self._table,
+            state=self._read,
+        )
+        return ends
+
+    def _ends_blank_line(self, step: Step) -> Tensor:
+        """Whether a blank line ends with the newest token, which is not read yet: bool [B]."""
+        assert self._table is not None
+        known = (step.tokens >= 0) & (step.tokens < self._table.shape[1])
+        before = self._read[step.row, 0].long()
+        does = self._table[before, torch.where(known, step.tokens, 0)]
+        return known & ((does & PARAGRAPH) != 0)
 
 
 # Choices

@@ -19,6 +19,7 @@ from minithink.policies.rkv import Rkv
 from minithink.policies.seal import Seal
 from minithink.text.openings import Thought
 from tests.compare import assert_close, assert_same
+from tests.kv import run
 from tests.kv.run import BYTES, Known, Spy, feed, kept, manager_for, text_of
 from tests.policies.test_laws import CLOSE, OPEN, decoder_of
 
@@ -49,6 +50,32 @@ def test_it_steers_at_blank_lines_of_the_thinking() -> None:
             assert_close(f"{at}, layer {layer}", added, want, atol=1e-5)
             if at == "boundary":
                 assert_same("a neighbour", spy.get("after", 1, layer), spy.get("before", 1, layer))
+
+
+def test_a_blank_line_may_be_two_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in GPT-2's and SmolLM2's vocabularies. Another row's line break, or that of an earlier sequence, is not its
+    first half."""
+    monkeypatch.setattr(run, "BYTES", (b" x", b".\n", b"\n", b" y", b"z\n\n", b"\nw"))
+    word, end, newline, blank, behind = 12, 13, 14, 16, 17  # none of them opens or closes the thinking
+    text = [newline, word, end, newline, newline, word, newline, end, behind, word, blank, word, end]
+    lines = [False, False, False, True, True, False, False, False, True, False, True, False, False]
+    decoder = decoder_of(0)
+    policy = Seal(layer=1)
+    manager = manager_for(decoder, policy, think_ids=(OPEN, CLOSE))
+    for seq in (0, 1):
+        manager.join(seq, 60, 1)
+        feed(decoder, manager, {seq: [word]})
+    for again in range(2):
+        spy = Spy(manager)
+        for token in text:
+            feed(decoder, manager, {1: [newline], 0: [token]}, spy)
+        added = spy.get("after", 0, 1) - spy.get("before", 0, 1)
+        assert (added.abs().amax(-1) > 0).tolist() == lines
+        assert (spy.get("after", 1, 1) - spy.get("before", 1, 1)).abs().amax(-1).count_nonzero() >= len(text) - 1
+        if not again:
+            manager.leave(0)
+            manager.join(0, 60, 1)
+            feed(decoder, manager, {0: [word]})
 
 
 def test_seals_example() -> None:

@@ -646,7 +646,7 @@ def test_what_it_remembers_is_in_the_ledger(skip: bool) -> None:
     manager.join(0, 100, 2)
     d, tokens, rows = manager.config.hidden_size, 100, 3
     row = (7 + 1) * 4 * d + 8 * tokens + 12 if skip else 0
-    table = 24 * manager.config.vocab_size if skip else 0
+    table = 25 * manager.config.vocab_size if skip else 0
     budgets = 4 * manager.config.num_layers * manager.config.num_kv_heads
     assert manager.ledger().state == rows * (row + 12 + 8 + 16 + budgets) + table
 
