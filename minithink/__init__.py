@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os as _os
 import sys as _sys
+from importlib import import_module as _import_module
 from importlib.machinery import PathFinder as _PathFinder
 from importlib.util import module_from_spec as _module_from_spec
 from typing import TYPE_CHECKING, Any
@@ -33,4 +34,6 @@ def __getattr__(name: str) -> Any:
         from minithink import engine
 
         return getattr(engine, name)
+    if name == "hf":  # so that `minithink.hf.cache` needs no other import
+        return _import_module("minithink.hf")
     raise AttributeError(f"module 'minithink' has no attribute {name!r}")

@@ -1,0 +1,360 @@
+"""PolicyCache: a cache of transformers in which a policy of minithink decides what stays.
+
+To transformers it looks like any cache: `get_seq_length` says how many tokens each row of the batch was fed, padding
+included. What is stored is another matter: keys and values lie in a manager (`kv/plain.py`, `kv/manager.py`), each
+sequence by itself, without padding.
+
+The life of a cache:
+
+    begin   the first pass of a model reads the prompts: now the number of sequences and their lengths are known, and
+            the manager is made. Each later pass feeds one token to every row.
+    end     the policy acts on every sequence
+    leave   generate feeds padding to a row that has ended, until all rows have. The row of an end token leaves.
+    reset   everything is forgotten
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from minithink.backend import REFERENCE, choose
+from minithink.errors import MinithinkError, UsageError
+from minithink.hf.known import Known, ids_of
+from minithink.hf.passes import Hooks, OfModel, Pass, Rotated
+from minithink.hf.report import Report, SequenceReport, report_of, summed
+from minithink.kv.contract import Policy
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.policy_errors import explaining
+from minithink.model import Rope
+from minithink.text.thinking import CLOSE, OPEN, Stage
+
+AGAIN = "make a new cache for every call of generate, or call reset() between them"
+DYNAMIC = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
+
+
+class Layer(CacheLayerMixin):
+    """One layer as transformers sees it: a number of tokens."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0  # columns that were fed, padding included
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """There is nothing to allocate here."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Pass on the new keys and values: our attention stores them."""
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """Columns that were fed."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Width and offset of a mask, which is never made."""
+        return self.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit, for transformers 5.11 and later."""
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """No limit, for transformers 5.10."""
+        return -1
+
+
+class PolicyCache(Cache):
+    """Keys and values of one batch under a policy. `minithink.hf.cache` makes one."""
+
+    def __init__(
+        self,
+        known: Known,
+        policy: Policy,
+        max_length: int | None,
+        ends: Sequence[int],
+        pages: bool,
+    ) -> None:
+        """
+        Args:
+            known: the model.
+            policy: bound to it.
+            max_length: tokens that a sequence may have, prompt and answer; None: the context of the model.
+            ends: tokens behind which a sequence has ended.
+            pages: keep keys and values in pages.
+        """
+        super().__init__(layers=[Layer() for _ in range(known.config.num_layers)])
+        if policy.pull and known.decoder.rotary_emb.rope_type in DYNAMIC:
+            kind = known.decoder.rotary_emb.rope_type
+            raise UsageError(
+                f"{policy.name} moves tokens nearer, and the RoPE of this model, {kind}, depends on the length of "
+                "the text: give rerotate=false."
+            )
+        self.known = known
+        self.policy = policy
+        self.max_length = known.config.max_position if max_length is None else max_length
+        self.ends = frozenset(ends)
+        self.pages = pages
+        self.manager: KVManager | PlainCache | None = None
+        self.running: list[int] = []  # rows whose sequences have not ended
+        self._prompts: list[int] = []  # tokens of each row's prompt
+        self._left: dict[int, SequenceReport] = {}  # rows that have left
+        self._padding: set[int] = set()  # tokens that may come behind an end token
+        self._columns = 0  # of the pass that is under way
+        self._failed = False  # whether a pass has not come to its end
+        Hooks(known.decoder, self)
+
+    # -- what users call
+
+    def report(self) -> Report:
+        """What is held now of each sequence, or was when it ended; which budgets had an effect."""
+        sequences = []
+        for row, prompt in enumerate(self._prompts):
+            if row in self._left:
+                sequences.append(self._left[row])
+            elif self.manager is not None:
+                sequences.append(report_of(self.manager, row, prompt))
+        return summed(self.policy, sequences)
+
+    def reset(self) -> None:
+        """Forget all sequences, so that the cache can be used for another call of generate."""
+        self.manager = None
+        self.running = []
+        self._prompts = []
+        self._left = {}
+        self._padding = set()
+        self._failed = False
+        for layer in self.layers:
+            layer.length = 0
+
+    # -- a pass; `Hooks` calls these
+
+    @torch.inference_mode()
+    def begin(self, inputs: Mapping[str, Any]) -> Pass:
+        """A forward pass begins.
+
+        Args:
+            inputs: the arguments of the model: `input_ids` [B, n] or `inputs_embeds` [B, n, d], `attention_mask`.
+
+        Raises:
+            UsageError: this use of a cache is not supported.
+            MinithinkError: an earlier pass has failed, or there is no room for the tokens.
+        """
+        if self._failed:
+            raise MinithinkError(f"An earlier pass of this cache has failed or was interrupted: {AGAIN}.")
+        if inputs.get("output_attentions"):
+            raise UsageError("Attention weights cannot be returned with this cache: drop output_attentions=True.")
+        ids = inputs.get("input_ids")
+        fed: Any = inputs.get("inputs_embeds") if ids is None else ids
+        batch, self._columns = fed.shape[:2]
+        if self.manager is None:
+            return self._read_prompts(ids, inputs.get("attention_mask"), batch)
+        if self._columns != 1:
+            raise UsageError(
+                f"The cache holds {self.get_seq_length():,} tokens and is given {self._columns:,} more at once: "
+                f"prompts are read in one pass, without prefill_chunk_size; {AGAIN}."
+            )
+        if batch != len(self._prompts):
+            raise UsageError(f"The cache holds {len(self._prompts)} sequences and is given {batch}: {AGAIN}.")
+        return self._feed(ids)
+
+    @torch.inference_mode()
+    @explaining()
+    def end(self) -> None:
+        """The forward pass is over: the policy acts."""
+        assert self.manager is not None
+        self._failed = True  # if this fails
+        self.manager.end_step()
+        self._failed = False
+        for layer in self.layers:
+            layer.length += self._columns
+
+    def fail(self) -> None:
+        """The forward pass has not come to its end: what the manager holds is of no use."""
+        self._failed = True
+
+    # -- prompts
+
+    def _read_prompts(self, ids: Tensor | None, mask: Tensor | None, batch: int) -> Pass:
+        """The first pass. ids: [B, n]; None: they are not known."""
+        counts = self._lengths(mask, batch)
+        longest = max(counts)
+        if longest >= self.max_length:
+            raise UsageError(
+                f"A prompt has {longest:,} tokens and a sequence may have {self.max_length:,}: give "
+                "minithink.hf.cache a larger max_length, or a shorter prompt."
+            )
+        texts: list[list[int]] = []
+        if ids is not None:
+            texts = [row[-count:] for row, count in zip(ids.tolist(), counts, strict=True)]
+        manager = self._make_manager(batch, longest)
+        if ids is None and (manager.listening or self.policy.exempt_answer):
+            raise UsageError(f"{self.policy.name} reads the text, and inputs_embeds have none: give input_ids.")
+        for row, count in enumerate(counts):
+            thinking = self._begins_thinking(texts[row] if texts else [])
+            manager.join(row, self.max_length, count, thinking)
+        tokens = [token for text in texts for token in text]
+        manager.begin_step(range(batch), counts, tokens or None)
+        self.manager = manager
+        self.running = list(range(batch))
+        self._prompts = counts
+        if ids is not None:
+            self._padding = {row[0] for row, count in zip(ids.tolist(), counts, strict=True) if count < len(row)}
+        place = None
+        if min(counts) < self._columns:
+            place = _places(counts, self._columns, self.known.device)
+        return Pass(manager, batch, self._columns, place)
+
+    def _lengths(self, mask: Tensor | None, batch: int) -> list[int]:
+        """Tokens of every prompt, without padding. mask: [B, n], 0 for padding; None: there is none."""
+        if mask is None:
+            return [self._columns] * batch
+        if mask.dim() != 2:
+            raise UsageError(
+                f"The attention mask has {mask.dim()} dimensions: give one of [{batch}, {self._columns}], which is 0 "
+                "for padding."
+            )
+        counts: list[int] = (mask != 0).sum(1).tolist()
+        column = torch.arange(self._columns, device=mask.device)
+        first = self._columns - (mask != 0).sum(1, keepdim=True)
+        if mask.shape != (batch, self._columns) or bool(((mask != 0) != (column >= first)).any()):
+            raise UsageError(
+                "The attention mask is not 0 on the left and 1 on the right: pad prompts on the left "
+                '(tokenizer.padding_side = "left"), and mask nothing else.'
+            )
+        if min(counts) == 0:
+            raise UsageError(f"Prompt {counts.index(0)} has no token that is not padding: leave it out.")
+        return counts
+
+    def _make_manager(self, rows: int, prompt: int) -> KVManager | PlainCache:
+        """A manager for so many sequences. prompt: tokens of the longest prompt."""
+        known = self.known
+        rope: Rope = Rotated(known.config, known.device)
+        if self.policy.pull:
+            rope = OfModel(known.decoder.rotary_emb, known.device)
+        options: dict[str, Any] = {
+            "rows": rows,
+            "tokens": self.max_length,
+            "device": known.device,
+            "dtype": known.dtype,
+            "think_ids": self._think_ids(),
+        }
+        policy = copy.deepcopy(self.policy)
+        if not self.pages:
+            return PlainCache(known.config, rope, policy, backend=REFERENCE, **options)
+        backend = choose("auto", known.device)
+        return KVManager(known.config, rope, policy, backend=backend, prompt=prompt, **options)
+
+    def _think_ids(self) -> tuple[int | None, int | None]:
+        """The tokens that open and close the think stage."""
+        tokenizer = self.known.tokenizer
+        if tokenizer is None:
+            return None, None
+        return tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
+
+    def _begins_thinking(self, prompt: list[int]) -> bool:
+        """Whether a prompt ends inside the think stage."""
+        if self.known.tokenizer is None:
+            return True
+        return Stage(self.known.tokenizer, prompt).name == "think"
+
+    # -- generated tokens
+
+    def _feed(self, ids: Tensor | None) -> Pass:
+        """A later pass, with one token of each row. ids: [B, 1]."""
+        assert self.manager is not None
+        if ids is None:
+            raise UsageError(
+                "Generated tokens are given as inputs_embeds, and the cache reads input_ids: give these."
+            )
+        tokens: list[int] = ids[:, 0].tolist()
+        for row in range(len(tokens)):
+            if row not in self.running:
+                self._refuse_living(row, tokens[row])
+            elif tokens[row] in self.ends:
+                self._leave(row)
+        if not self.running:
+            raise UsageError(f"All sequences of this cache have ended: {AGAIN}.")
+        for row in self.running:
+            length = self.manager.length(row)
+            if length >= self.max_length:
+                raise UsageError(
+                    f"Sequence {row} has {length:,} tokens and may have {self.max_length:,}: give minithink.hf.cache "
+                    "a larger max_length."
+                )
+        fed = [tokens[row] for row in self.running]
+        self.manager.begin_step(self.running, [1] * len(fed), fed)
+        place = None
+        if len(fed) < len(tokens):
+            place = torch.tensor(self.running, device=self.known.device)
+        return Pass(self.manager, len(tokens), 1, place)
+
+    def _leave(self, row: int) -> None:
+        """A sequence has ended: free its memory."""
+        assert self.manager is not None
+        self._left[row] = report_of(self.manager, row, self._prompts[row], ended=True)
+        self.manager.leave(row)
+        self.running.remove(row)
+
+    def _refuse_living(self, row: int, token: int) -> None:
+        """UsageError: a row goes on behind its end token."""
+        if token not in self.ends and token not in self._padding:
+            raise UsageError(
+                f"Sequence {row} has ended, and is given the token {token}, which is no padding: give "
+                "minithink.hf.cache the eos_token_id and the pad_token_id that generate has."
+            )
+
+    # -- what no policy can do
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search is refused."""
+        _refuse("Beam search", "num_beams=1")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Assisted decoding is refused."""
+        _refuse("Assisted decoding", "no assistant_model and no prompt_lookup_num_tokens")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Contrastive search is refused."""
+        _refuse("Contrastive search", "no penalty_alpha")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Contrastive search is refused."""
+        _refuse("Contrastive search", "no penalty_alpha")
+
+
+def _refuse(what: str, instead: str) -> NoReturn:
+    raise UsageError(f"{what} takes tokens back, and evicted tokens do not come back: call generate with {instead}.")
+
+
+def _places(counts: Sequence[int], columns: int, device: torch.device) -> Tensor:
+    """The numbers of the tokens among B·n, if the last counts[i] of the n tokens of row i are no padding."""
+    found = []
+    for row, count in enumerate(counts):
+        end = (row + 1) * columns
+        found.append(torch.arange(end - count, end))
+    return torch.cat(found).to(device)
+
+
+def ends_of(model: Any, eos: Any, pad: Any) -> list[int]:
+    """Tokens behind which a sequence has ended: `generate` feeds padding then. Without an end token it never does.
+
+    Args:
+        eos, pad: as they were given; None: those of the model's own generation config.
+    """
+    config = model.generation_config
+    ends = ids_of(config.eos_token_id if eos is None else eos)
+    padding = ids_of(config.pad_token_id if pad is None else pad)
+    return ends + padding if ends else []

@@ -1,0 +1,105 @@
+"""What a cache has done with the sequences of a batch, for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minithink.kv.contract import Policy
+from minithink.kv.ledger import Ledger
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.stack import members
+
+
+@dataclass(frozen=True)
+class SequenceReport:
+    """One sequence of the batch."""
+
+    prompt: int  # tokens of the prompt, without padding
+    tokens: int  # tokens that the model has read, the prompt's included
+    held: int  # tokens that the fullest lane (a KV head of a layer) holds
+    evicted: int  # tokens that lanes have evicted, all lanes together
+    ledger: Ledger  # bytes by kind
+    full_bytes: int  # what a full cache of these tokens would hold
+    ended: bool  # whether it has left the cache; the numbers are those from before
+    bound: tuple[bool, ...]  # for each of `Report.budgets`, whether it limited this sequence
+    notes: str  # the policy's own words
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of keys, values, scales, tables, buffers, and the policy's state."""
+        return self.ledger.held
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How many tokens a policy may keep, and whether this number had an effect."""
+
+    policy: str
+    tokens: int
+    bound: int  # sequences that it has limited
+    sequences: int
+
+    def __str__(self) -> str:
+        what = f"{self.policy}'s budget of {self.tokens:,} tokens"
+        if not self.bound:
+            return f"{what} limited none of {self.sequences} sequences: they were too short, or nothing was evicted."
+        return f"{what} limited {self.bound} of {self.sequences} sequences."
+
+
+@dataclass(frozen=True)
+class Report:
+    """All sequences of a batch. `print` shows a table."""
+
+    sequences: tuple[SequenceReport, ...]
+    budgets: tuple[Budget, ...]  # of every policy of a stack that has one
+
+    def __str__(self) -> str:
+        if not self.sequences:
+            return "The cache is empty: nothing was generated with it."
+        lines = [f"{'sequence':>8} {'tokens':>8} {'held':>8} {'bytes':>14} {'of full':>8}"]
+        for number, s in enumerate(self.sequences):
+            share = s.bytes / s.full_bytes
+            lines.append(f"{number:>8} {s.tokens:>8,} {s.held:>8,} {s.bytes:>14,} {share:>8.0%}")
+        lines += [str(budget) for budget in self.budgets]
+        return "\n".join(lines)
+
+
+def report_of(manager: KVManager | PlainCache, seq: int, prompt: int, ended: bool = False) -> SequenceReport:
+    """What a manager can say of one of its sequences. prompt: tokens of its prompt."""
+    tokens = manager.length(seq)
+    told = manager.told(seq)
+    bound = []
+    for _, limit in limits_of(manager.policy):
+        bound.append(told.evicted > 0 and tokens > limit)
+    return SequenceReport(
+        prompt=prompt,
+        tokens=tokens,
+        held=manager.held(seq),
+        evicted=told.evicted,
+        ledger=manager.account(seq),
+        full_bytes=tokens * manager.config.kv_bytes_per_token(manager.dtype.itemsize),
+        ended=ended,
+        bound=tuple(bound),
+        notes=told.notes,
+    )
+
+
+def limits_of(policy: Policy) -> list[tuple[str, int]]:
+    """The names of the members that limit the tokens of a lane, and to how many: a budget, or a prompt's cap."""
+    found = []
+    for member in members(policy):
+        limit = member.cap if member.budget is None else member.budget
+        if limit is not None:
+            found.append((member.name, limit))
+    return found
+
+
+def summed(policy: Policy, sequences: Sequence[SequenceReport]) -> Report:
+    """The report of a batch."""
+    budgets = []
+    for i, (name, tokens) in enumerate(limits_of(policy)):
+        bound = sum(s.bound[i] for s in sequences)
+        budgets.append(Budget(name, tokens, bound, len(sequences)))
+    return Report(tuple(sequences), tuple(budgets))
