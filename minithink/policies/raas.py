@@ -21,7 +21,7 @@ beside the budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -180,12 +180,12 @@ class RaaS(Policy):
     def layer_bounds(self, step: Step, layer: int, rank: Tensor, there: Tensor) -> Tensor:
         """Quest's bounds of the pages of one layer: [B, Hkv, g, S]."""
         q = step.queries(layer)[:, :, -1].float()  # [B, Hq, D]
-        k = step.keys(layer)  # [B, Hkv, S, D]
+        k = step.keys(layer).float()  # [B, Hkv, S, D]
         # The heads of a layer (Ht = 1), or all layers (Lt = 1), may share one list of pages.
         table = min(layer, len(rank) - 1)
         rank_of_layer = rank[table].expand(k.shape[:3])
         there_of_layer = there[table].expand(k.shape[:3])
-        return bounds(q.unflatten(1, (k.shape[1], -1)), k, rank_of_layer, there_of_layer, self.page)
+        return bounds(q.unflatten(1, (k.shape[1], -1)), k, rank_of_layer, there_of_layer)
 
     def of_lanes(self, p: Tensor, step: Step) -> Tensor:
         """The mean over KV heads that share a table: [L, B, Hkv, S] → [Lt, B, Ht, S]."""
@@ -279,48 +279,26 @@ class RaaS(Policy):
         return self._pos, self._stamp
 
 
-def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor, page: int) -> Tensor:
+def bounds(q: Tensor, k: Tensor, rank: Tensor, there: Tensor) -> Tensor:
     """Quest's bound of q·k over the keys of each page: Σ_c max(q_c·min_c, q_c·max_c).
 
     Args:
-        q: float32 [B, Hkv, g, D].
+        q: [B, Hkv, g, D].
         k: [B, Hkv, S, D]; anything (also NaN) in a column without a key.
-        rank: int64 [B, Hkv, S], the page of each column. They ascend; columns without a key have pages of their own.
+        rank: int64 [B, Hkv, S], the page of each column. Columns without a key have pages of their own.
         there: bool [B, Hkv, S], the pages that hold keys.
-        page: columns that a page with keys has at most.
 
     Returns:
-        float32 [B, Hkv, g, S], of page s at s; −∞ where there is no page.
+        [B, Hkv, g, S], of page s at s; −∞ where there is no page.
     """
-    column = torch.arange(k.shape[2], device=k.device).expand(rank.shape)
-    first = torch.full_like(rank, k.shape[2] - 1).scatter_reduce(-1, rank, column, "amin")
-    at_first = first[..., None].expand(k.shape)
-    low = from_each_column(torch.minimum, k, rank, page).gather(2, at_first).float()
-    high = from_each_column(torch.maximum, k, rank, page).gather(2, at_first).float()
+    index = rank[..., None].expand(k.shape)
+    low = torch.full_like(k, torch.inf).scatter_reduce(2, index, k, "amin")
+    high = torch.full_like(k, -torch.inf).scatter_reduce(2, index, k, "amax")
+    low = low.masked_fill(~there[..., None], 0.0)
+    high = high.masked_fill(~there[..., None], 0.0)
     # Σ_c max(q_c·min_c, q_c·max_c), where the larger is q_c·max_c if q_c > 0, else q_c·min_c
     u = q.clamp(min=0) @ high.transpose(-1, -2) + q.clamp(max=0) @ low.transpose(-1, -2)
     return u.masked_fill(~there[:, :, None], -torch.inf)
-
-
-def from_each_column(larger: Callable[[Tensor, Tensor], Tensor], k: Tensor, rank: Tensor, page: int) -> Tensor:
-    """For each column the largest (or smallest) key of its page from this column on, channel by channel: like k.
-
-    Each round doubles the columns that an entry covers. On a GPU this is several times as fast as a reduction by
-    index, which adds one number after the other.
-
-    Args:
-        larger: torch.maximum, or torch.minimum.
-        k, rank, page: as in `bounds`.
-    """
-    covered = 1
-    while covered < min(page, k.shape[2]):
-        here = k[:, :, :-covered]
-        there = k[:, :, covered:]
-        same = rank[..., :-covered] == rank[..., covered:]
-        k = k.clone()
-        k[:, :, :-covered] = torch.where(same[..., None], larger(here, there), here)
-        covered *= 2
-    return k
 
 
 # Choices

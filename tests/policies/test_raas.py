@@ -16,7 +16,7 @@ from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See, Shape
 from minithink.kv.sizes import check_budget
 from minithink.policies import parse
-from minithink.policies.raas import RaaS, bounds, from_each_column
+from minithink.policies.raas import RaaS, bounds
 from minithink.policies.window import Window
 from tests.policies.by_rows import by_rows, remembered, shape_of, step_of
 from tests.policies.drive import TINY, follow, held
@@ -65,7 +65,7 @@ KEYS = torch.tensor([(2, 0), (1.8, 0.2), (-0.5, 1), (0.3, 1.6), (-1, -0.2), (0.6
 def test_bounds_by_hand() -> None:
     q, rank = torch.tensor([1, 0.2]), torch.arange(6)[None, None] // 2
     there = torch.arange(6)[None, None] < 3
-    u = bounds(q.view(1, 1, 1, 2), KEYS[None, None], rank, there, page=2)
+    u = bounds(q.view(1, 1, 1, 2), KEYS[None, None], rank, there)
     assert u.flatten().tolist() == pytest.approx([2.04, 0.62, 0.76, *[-torch.inf] * 3])
 
 
@@ -78,29 +78,11 @@ def test_bounds_bound(n: int, page: int, behind: int, seed: int) -> None:
     rank = torch.arange(n + behind)[None, None] // page
     there = torch.arange(n + behind)[None, None] < -(-n // page)
     rank[..., n:] = n + behind - 1  # a page without a key
-    u, product = bounds(q, k, rank, there, page), (q @ k.mT)[..., :n]
+    u, product = bounds(q, k, rank, there), (q @ k.mT)[..., :n]
     assert (u.gather(-1, rank[:, :, None, :n].expand(-1, -1, 2, -1)) >= product - 1e-5).all()
     assert (u == -torch.inf).sum() == 2 * int((~there).sum())
     if page == 1:
         assert torch.allclose(u[..., :n], product, atol=1e-5)
-
-
-@given(
-    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6),
-    larger=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    seed=st.integers(0, 2**31),
-)
-def test_extremes_of_pages(sizes: list[int], larger: bool, dtype: torch.dtype, seed: int) -> None:
-    """The first column of a page gets the largest (or smallest) number of the page in each channel, to the bit."""
-    k = torch.randn(1, 2, sum(sizes), 3, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    rank = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).expand(1, 2, -1)
-    got = from_each_column(torch.maximum if larger else torch.minimum, k, rank, max(sizes))
-    start = 0
-    for size in sizes:
-        page = k[:, :, start : start + size]
-        assert torch.equal(got[:, :, start], page.amax(2) if larger else page.amin(2))
-        start += size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
