@@ -13,7 +13,8 @@ GPUs share a step under `torchrun --nproc-per-node N -m minithink.train …`.
 
 `--init FOLDER` continues from the weights of a checkpoint; with `--head-dim` its attention heads are first made
 twice as wide (`minithink/train/widen.py`). With `--lora-rank N` its weights stay, and a LoRA adapter for
-them is trained by AdamW and written in PEFT's format (`minithink/train/lora.py`). `--seconds N` ends the run after N
+them is trained by AdamW and written in PEFT's format (`minithink/train/lora.py`). `--adapter FOLDER` goes on with an
+adapter that such a run has written. `--seconds N` ends the run after N
 seconds: the schedule follows the clock whenever the clock is ahead of the tokens.
 
 A run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and their step are one
@@ -56,6 +57,7 @@ from minithink.text.tokenizer import Tokenizer
 from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
 from minithink.train.lora import Lora, Shape, ids_of
 from minithink.train.muon import Muon
+from minithink.train.rename import write_renamed
 from minithink.train.widen import widened
 
 CONTEXT = 8192  # positions that the exported model may use
@@ -351,6 +353,7 @@ def train(
     workers: int,
     init: Path | None = None,
     lora: Shape | None = None,
+    adapter_folder: Path | None = None,
     seconds: float | None = None,
     resume: bool = False,
     save_seconds: float = 60.0,
@@ -362,6 +365,7 @@ def train(
         init: the checkpoint whose weights training begins with, of the shape of `config`, or with heads half as wide;
             None: drawn weights.
         lora: train such an adapter for the weights of `init`, which stay; None: train all weights.
+        adapter_folder: an adapter of this shape, with whose factors training begins; None: with drawn ones.
         seconds: training ends after this time, or earlier, after `recipe.tokens`; None: no time limit.
         compile_model: None: on a GPU.
     """
@@ -381,7 +385,13 @@ def train(
         optimizers = optimizers_for(decoder, recipe)
     else:
         optimizers = [adapter.optimizer(recipe.lr, recipe.weight_decay)]
-    progress: dict[str, object] = {"recipe": asdict(recipe), "init": None if init is None else checkpoint_hash(init)}
+    if init is None:
+        begins_with = None
+    elif adapter is not None and adapter_folder is not None:
+        begins_with = adapter.begin_with(adapter_folder, init)
+    else:
+        begins_with = checkpoint_hash(init)
+    progress: dict[str, object] = {"recipe": asdict(recipe), "init": begins_with}
     progress["lora"] = None if lora is None else lora.to_dict()
     progress.update(processes=team.size, workers=workers, step=0, response_tokens=0, seconds=0.0)
     if resume:
@@ -528,18 +538,31 @@ def names_of(text: str) -> list[str]:
     return names
 
 
+def renaming(text: str) -> dict[str, str]:
+    """For argparse: `<old>=<new>,<other>=<another>`."""
+    pairs = [pair.split("=") for pair in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not of the form OLD=NEW,OLD=NEW")
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} renames a token twice")
+    return names
+
+
 def shape_of(args: argparse.Namespace, config: ModelConfig, tokenizer_folder: Path) -> Shape | None:
     """The adapter that a command line asks for; None: there is none. UsageError: it cannot be trained."""
     if args.lora_rank is None:
-        if args.lora_alpha or args.train_tokens:
-            given = "--lora-alpha" if args.lora_alpha else "--train-tokens"
-            raise UsageError(f"{given} is for an adapter: give --lora-rank, too, or leave it out.")
+        for option in ("lora_alpha", "train_tokens", "rename_tokens", "adapter"):
+            if getattr(args, option):
+                given = "--" + option.replace("_", "-")
+                raise UsageError(f"{given} is for an adapter: give --lora-rank, too, or leave it out.")
         return None
     if args.init is None:
         raise UsageError("An adapter belongs to a model: give its folder with --init.")
     if args.head_dim:
         raise UsageError("An adapter is for the model as it is: leave --head-dim out.")
-    tokens = ids_of(args.train_tokens or [], Tokenizer.from_folder(tokenizer_folder))
+    trained = [*(args.train_tokens or []), *(args.rename_tokens or {}).values()]
+    tokens = ids_of(trained, Tokenizer.from_folder(tokenizer_folder))
     beyond = [id for id in tokens if id >= config.vocab_size]
     if beyond:
         raise UsageError(f"--train-tokens names the token {beyond[0]}, and the model has {config.vocab_size} tokens.")
@@ -569,6 +592,16 @@ def _main(argv: list[str] | None) -> int:
         type=names_of,
         metavar="TOKEN,TOKEN,…",
         help="with --lora-rank: tokens whose embeddings are trained, too, as in '<think>,</think>'",
+    )
+    parser.add_argument(
+        "--rename-tokens",
+        type=renaming,
+        metavar="OLD=NEW,…",
+        help="with --lora-rank: give added tokens of the tokenizer that the model does not use other texts, as in "
+        "'<file_sep>=<think>', and train their embeddings",
+    )
+    parser.add_argument(
+        "--adapter", type=Path, metavar="FOLDER", help="with --lora-rank: go on with this adapter's factors"
     )
     parser.add_argument("--context", type=positive, default=CONTEXT, help="positions of the model, in tokens")
     parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
@@ -603,6 +636,9 @@ def _main(argv: list[str] | None) -> int:
         else:
             config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
             config = replace(config, head_dim=args.head_dim or config.head_dim)
+        if args.rename_tokens and args.lora_rank is not None:
+            write_renamed(folder, args.rename_tokens, args.output)
+            folder = args.output
         lora = shape_of(args, config, folder)
         if lora is not None:
             config = replace(config, max_position=min(args.context, ModelConfig.from_folder(args.init).max_position))
@@ -615,6 +651,7 @@ def _main(argv: list[str] | None) -> int:
             workers=args.workers,
             init=args.init,
             lora=lora,
+            adapter_folder=args.adapter,
             seconds=args.seconds,
             resume=args.resume,
         )

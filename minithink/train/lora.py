@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from minithink.checkpoint.adapter import PREFIX, ROWS, save_adapter
+from minithink.checkpoint.adapter import PREFIX, ROWS, WEIGHTS, Adapter, save_adapter
 from minithink.checkpoint.weights import EMBED, tensors_of
 from minithink.errors import UsageError, quoted
 from minithink.model import Decoder
@@ -87,6 +88,46 @@ class Lora:
         self.rows: nn.Parameter | None = None  # [tokens, d]
         if shape.tokens:
             self.rows = nn.Parameter(self.base[EMBED][list(shape.tokens)])
+
+    @torch.no_grad()
+    def begin_with(self, folder: Path, model: Path) -> str:
+        """Take the factors and rows of an adapter of the same shape → the hash of the weights with it.
+
+        Args:
+            folder: of the adapter.
+            model: the folder of the weights that stay.
+
+        Raises:
+            MinithinkError: the adapter cannot be read.
+            UsageError: it has another shape.
+        """
+        adapter = Adapter(folder, self.decoder.config)
+        stored = load_file(folder / WEIGHTS)
+        wanted = dict(self.named_parameters())
+        if stored.keys() != wanted.keys():
+            some = sorted(stored.keys() ^ wanted.keys())[0]
+            raise UsageError(
+                f"{folder} and this run do not train the same tensors, as {some}: give the same options."
+            )
+        for name, parameter in wanted.items():
+            if stored[name].shape != parameter.shape:
+                shapes = f"{list(stored[name].shape)}, here {list(parameter.shape)}"
+                raise UsageError(f"{folder} has a {name} of the shape {shapes}: give the same options.")
+        scales = {factors.scale for factors in adapter.factors.values()}
+        if scales != {self.shape.scale}:
+            raise UsageError(
+                f"{folder} counts its factors {sorted(scales)} times, this run {self.shape.scale} times: give its "
+                "--lora-alpha."
+            )
+        tokens = [rows.tokens for rows in adapter.rows.values()]
+        if tokens and tokens != [self.shape.tokens]:
+            raise UsageError(
+                f"{folder} trains the tokens {list(tokens[0])}, this run {list(self.shape.tokens)}: "
+                "name the same ones."
+            )
+        for name, parameter in wanted.items():
+            parameter.copy_(stored[name])
+        return adapter.hash_over(model)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What is trained, by the names of an adapter's file."""

@@ -18,6 +18,7 @@ from minithink.checkpoint.adapter import CONFIG, WEIGHTS, Adapter
 from minithink.checkpoint.weights import EMBED, checkpoint_hash, load_decoder, save_checkpoint, tensors_of
 from minithink.config import ModelConfig
 from minithink.engine import TINY, load
+from minithink.errors import UsageError
 from minithink.text.tokenizer import Tokenizer
 from minithink.train import __main__ as train
 from minithink.train.data import Recipe
@@ -244,3 +245,38 @@ def test_what_cannot_be_trained_is_refused(tmp_path, model, capsys, options, sai
     assert end.value.code == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_with_an_adapter(tmp_path, model, tokenizer):
+    """The first step begins with the factors of the file, and the run is named by the merged weights."""
+    shape = shape_of(tokenizer)
+    first = run(tmp_path / "first", model, RECIPE, shape)
+    more = replace(RECIPE, seed=1, lr=1e-9, tokens=30_720)
+    second = run(tmp_path / "second", model, more, shape, adapter_folder=tmp_path / "first")
+    assert second[0] < (first[0] + first[-1]) / 2
+    began = json.loads((tmp_path / "second" / "training.json").read_text())["init"]
+    config = ModelConfig.from_folder(model)
+    assert began == Adapter(tmp_path / "first", config).hash_over(model) != checkpoint_hash(model)
+    before, after = (load_file(tmp_path / name / WEIGHTS) for name in ("first", "second"))
+    for name, tensor in before.items():
+        assert_close(name, after[name].float(), tensor.float(), atol=1e-6, rtol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"rank": 2, "alpha": 4},
+            "has a base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight of the shape",
+        ),
+        ({"alpha": 4}, "counts its factors [2.0] times, this run 1.0 times: give its --lora-alpha."),
+        ({"tokens": ()}, "do not train the same tensors, as base_model.model.model.embed_tokens.token_adapter"),
+        ({"tokens": (7, 8)}, ", this run [7, 8]: name the same ones."),
+    ],
+)
+def test_an_adapter_of_another_shape_is_refused(change, said, tmp_path, model, tokenizer):
+    run(tmp_path / "first", model, replace(RECIPE, tokens=3_072), shape_of(tokenizer))
+    other = replace(shape_of(tokenizer), **change)
+    with pytest.raises(UsageError) as error:
+        run(tmp_path / "second", model, RECIPE, other, adapter_folder=tmp_path / "first")
+    assert said in str(error.value)
