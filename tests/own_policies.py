@@ -10,7 +10,7 @@ from minithink.policies import POLICIES, own
 
 MINE = '''
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from minithink.kv.contract import Policy
 from minithink.policies.scored import Scored
@@ -48,6 +48,10 @@ class Bare(Policy):
 
 class Half(Mine):
     more: int = 3
+
+
+class Typed(Mine):
+    traced: ClassVar[str] = "older"
 
 
 def no_policy():

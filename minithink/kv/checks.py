@@ -40,8 +40,11 @@ def declared(policy: Policy) -> None:
     """
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
-    if not isinstance(policy.demands, Sequence) or not all(isinstance(d, Demand) for d in policy.demands):
-        raise _wrong(policy, "demands", policy.demands, "it must be a tuple of Demand")
+    if not isinstance(policy.demands, Sequence):
+        raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
+    for demand in policy.demands:
+        if not isinstance(demand, Demand):
+            raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
     if not isinstance(policy.storage, Storage):
         raise _wrong(policy, "storage", policy.storage, "it must be a Storage")
     for name in policy.storage.formats:
@@ -140,9 +143,10 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
     found = []
     for edit in edits:
         if not isinstance(edit, get_args(Edit)):
-            raise UsageError(
-                f"The policy {policy.name} yielded {said(edit)}, which is no edit: yield one of {', '.join(EDITS)}."
-            )
+            expected = f"yield one of {', '.join(EDITS)}"
+            if isinstance(edit, type) and issubclass(edit, get_args(Edit)):
+                expected = f"yield an object, as in {edit.__name__}(…)"
+            raise UsageError(f"The policy {policy.name} yielded {said(edit)}, which is no edit: {expected}.")
         if captures and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
             allowed = "Evict, SetBudget and OpenSegment" if policy.opens else "Evict and SetBudget"
             raise UsageError(
@@ -152,6 +156,62 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
         _check_edit(policy, edit, step, storage, looks=asks and step.row.device.type == "cpu")
         found.append(edit)
     return found
+
+
+def limits_of(policies: Iterable[Policy]) -> list[tuple[Policy, int]]:
+    """The policies that say how many tokens a lane may hold between steps, and this number."""
+    found = []
+    for policy in policies:
+        limit = policy.limit
+        if limit is not None and not policy.exempt_answer:
+            found.append((policy, limit))
+    return found
+
+
+def within_limit(policy: Policy, held: Tensor, budget: Tensor, seen: int) -> None:
+    """Check that a policy has kept a sequence within its limit. This reads the device's memory.
+
+    Args:
+        policy: one of `limits_of`.
+        held: int32 [Lt, Ht], the tokens of each lane between two steps.
+        budget: int32 [Lt, Ht], of each lane. A sequence or a lane may have one of its own.
+        seen: tokens that the sequence has had so far.
+
+    Raises:
+        UsageError: a lane holds more than `Policy.limit` allows.
+    """
+    assert policy.limit is not None
+    limit = torch.full_like(held, policy.limit)
+    if policy.budget is not None:
+        limit = limit + budget - policy.budget
+    over = (held - limit).flatten()
+    lane = int(over.argmax())
+    if over[lane] <= 0:
+        return
+    holds = int(held.flatten()[lane])
+    where = lane_name(lane, *held.shape)
+    so_far = "it has evicted none" if holds == seen else f"the text has {seen:,}"
+    may = int(limit.flatten()[lane])
+    name = policy.name or type(policy).__name__
+    raise UsageError(
+        f"The policy {name}: {where} holds {holds:,} tokens between two steps ({so_far}), and its budget, slack and "
+        f"schedule allow {may:,}: its `decide` must yield an Evict for lanes that are due, or its `slack` be larger."
+    )
+
+
+def lane_name(lane: int, tables: int, heads: int) -> str:
+    """A lane in words.
+
+    Args:
+        lane: its number among all of a sequence, layer by layer and head by head.
+        tables: Lt.
+        heads: Ht.
+    """
+    if tables == heads == 1:
+        return "every lane"
+    if heads == 1:
+        return f"layer {lane // heads}"
+    return f"layer {lane // heads}, KV head {lane % heads}"
 
 
 def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, *, looks: bool) -> None:

@@ -494,8 +494,17 @@ class Policy:
         return [[(name, most) for name in (*self.storage.thoughts, *self.storage.also)]]
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht]."""
+        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht].
+
+        Raises:
+            UsageError: the policy has no budget.
+        """
         schedule = Schedule.parse(self.schedule)
+        if self.budget is None and schedule.grow is None:
+            raise UsageError(
+                f"The policy {self.name or type(self).__name__} asks `due` which lanes exceed their budget, and its "
+                "`budget` is None: give it one, in tokens."
+            )
         held = step.held()
         active = step.active & (step.clock % (schedule.interval or 1) == 0)
         if self.exempt_answer:

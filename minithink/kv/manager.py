@@ -178,6 +178,7 @@ class KVManager:
         hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
         self.listening = tuple(p for p in hearing if p.listens)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
+        self.limits = checks.limits_of(self.deciding)
 
         self.recorder: Recorder | None = None  # set it before the sequences join that it records
         self.parts = Parts(
@@ -369,9 +370,15 @@ class KVManager:
             UsageError: a lane is full; nothing has changed.
         """
         group = self.sequences.ready(seqs)
-        self._store_what_waits()
-        self.fit_columns(1)
-        self.store.require(group.rows)
+        if self.device.type == "cpu":
+            self._check_limits()
+        try:
+            self._store_what_waits()
+            self.fit_columns(1)
+            self.store.require(group.rows)
+        except MinithinkError:
+            self._check_limits()  # the fault may be a policy's
+            raise
         self.store.slots.used.update(self.store.appends)  # now, because the formats in use select the step's graph
 
     def fit_columns(self, more: int) -> None:
@@ -387,6 +394,7 @@ class KVManager:
         counted = max(store.lists.longest)
         if counted + more > store.lists.seen:
             store.lists.refresh()  # the host has not counted evictions
+            self._check_limits()
             self._evicts |= max(store.lists.longest) < counted
         wanted = max(NARROWEST, max(store.lists.longest) + more)
         width = 1 << (wanted - 1).bit_length()
@@ -396,6 +404,28 @@ class KVManager:
             if wanted <= store.lists.seen < width:  # what it was when the host last asked
                 return
         store.lists.columns = min(self.width, width)
+
+    def _check_limits(self, on_the_way: int = 0) -> None:
+        """Check that policies keep to their limits. This reads the device's memory, so that on a GPU it is called
+        only where the host has read it anyway, or where a run fails.
+
+        Args:
+            on_the_way: tokens of a lane on which no policy could act yet.
+
+        Raises:
+            UsageError: a lane holds more tokens than a policy may keep.
+        """
+        if not self.limits:
+            return
+        longest = int(self.store.lists.count.max()) - on_the_way
+        for policy, limit in self.limits:
+            if longest <= limit:  # lanes with smaller budgets of their own are not looked at
+                continue
+            for row in self.sequences.taken():
+                known = self.sequences.at(row)
+                if known.clock >= 0:
+                    held = self.store.lists.count[:, row] - on_the_way
+                    checks.within_limit(policy, held, self.budgets[id(policy)][:, row], known.length)
 
     # -- the forward pass
 
@@ -468,6 +498,8 @@ class KVManager:
             MinithinkError: it was too small; no token is counted, and the sequences cannot go on.
         """
         if overflow:
+            self.store.lists.refresh()
+            self._check_limits(on_the_way=1)
             pages = self.store.slots.table.free_pages.count
             raise MinithinkError(
                 f"The KV pool of {pages:,} pages is exhausted: use a smaller --batch-size, budget or "

@@ -183,6 +183,7 @@ class PlainCache:
         # The policies of a stack, each for what it does. Most policies are no stack, and the only member.
         parts = members(policy)
         self.deciding = [p for p in parts if type(p).decide is not Policy.decide]
+        self.limits = checks.limits_of(self.deciding)
         hearing = [p for p in parts if type(p).listen is not Policy.listen]
         self.listening = [p for p in hearing if p.listens]
         self.steers = any(type(p).steer is not Policy.steer for p in parts)
@@ -531,6 +532,7 @@ class PlainCache:
             if now.prompt:
                 running.lanes.measure()
             opened = self._decide(running, always=now.prompt)
+            self._check_limits(running)
             if now.prompt:
                 running.lanes.settle()
             elif running.lanes.buffer_is_full:
@@ -585,6 +587,13 @@ class PlainCache:
             elif isinstance(edit, OpenSegment) and bool(edit.open):
                 opened = int(edit.thought)
         return opened
+
+    def _check_limits(self, running: Running) -> None:
+        """UsageError: a lane of the sequence holds more tokens than a policy may keep."""
+        lanes = running.lanes
+        for policy, limit in self.limits:
+            if lanes.width > limit:  # lanes with smaller budgets of their own are not looked at
+                checks.within_limit(policy, lanes.count, running.budgets[id(policy)][:, 0], lanes.length)
 
     def _is_due(self, step: PlainStep) -> bool:
         """Whether a lane must evict now."""

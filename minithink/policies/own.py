@@ -82,7 +82,8 @@ def checked(value: Any, name: str) -> type[Policy]:
             f"{name} is {quoted(value)}, and a policy is a class that is derived from minithink.kv.contract.Policy."
         )
     known: set[str] = {f.name for f in fields(value)} if is_dataclass(value) else set()
-    undecorated = "__dataclass_fields__" not in vars(value) and inspect.get_annotations(value).keys() - known
+    own = {key for key, kind in inspect.get_annotations(value).items() if "ClassVar" not in str(kind)}
+    undecorated = "__dataclass_fields__" not in vars(value) and own - known
     if not is_dataclass(value) or undecorated:
         raise UsageError(f"{name} is no dataclass: write @dataclass above it, so that its fields become its options.")
     try:

@@ -49,6 +49,8 @@ class Cut(Policy):
             setattr(self, field, value)
 
     def decide(self, step: Step) -> Iterable[Edit]:
+        if self.limit is None:
+            return
         due, _ = self.due(step)
         protected = step.protected()
         kept = keep_best(step.pos().float(), (step.pos() >= 0) & ~protected, self.room(step)) | protected

@@ -5,6 +5,7 @@ python -m pytest tests/kv/test_checks.py
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from minithink.errors import UsageError
 from minithink.kv.checks import declared, yielded
 from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
 from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
 from minithink.kv.stack import Stack
+from minithink.model import Rope
 from tests.kv.run import Cut, feed, kept, manager_for
 from tests.strategies import example_config, random_decoder
 
@@ -83,7 +86,10 @@ ANSWERS: dict[str, tuple[Any, str]] = {
     "None yielded": (one(lambda step: None), "yielded None, which is no edit"),
     "a tuple yielded": (one(lambda step: (mask(step), 0)), "yielded a tuple of 2, which is no edit"),
     "a list of edits yielded": (one(lambda step: [Evict(mask(step))]), "yielded a list of 1, which is no edit"),
-    "the class yielded": (one(lambda step: Evict), "yielded <class .*Evict'>, which is no edit"),
+    "the class yielded": (
+        one(lambda step: Evict),
+        r"yielded <class .*Evict'>, which is no edit: .* as in Evict\(…\)",
+    ),
     "a long text yielded": (one(lambda step: "x" * 9999), "yielded 'x{70,80}…, which is no edit"),
 }
 EVICTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -160,9 +166,13 @@ def test_an_edit_that_holds_something_else_is_refused(kind: Any, case: str) -> N
 DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "scope": ({"scope": "row"}, "scope is 'row', and it must be one of head, layer, sequence"),
     "no scope": ({"scope": None}, "scope is None"),
-    "demands": ({"demands": See.MASS}, "demands is .*MASS.*, and it must be a tuple of Demand"),
-    "a demand": ({"demands": Demand(See.MASS)}, "it must be a tuple of Demand"),
-    "what a demand is for": ({"demands": (See.MASS,)}, "demands is a tuple of 1, and it must be a tuple of Demand"),
+    "demands": ({"demands": See.MASS}, "demands is .*MASS.*, and it must be a tuple, as in"),
+    "a demand": ({"demands": Demand(See.MASS)}, "and it must be a tuple, as in"),
+    "what a demand is for": (
+        {"demands": (Demand(See.MASS), See.MASS)},
+        r"a demand is <See.MASS: 1>, and it must be an object such as Demand\(See.MASS\)",
+    ),
+    "a class of demands": ({"demands": (Demand,)}, "a demand is <class .*Demand'>, and it must be an object"),
     "storage": ({"storage": "fp8"}, "storage is 'fp8', and it must be a Storage"),
     "budget": ({"budget": 0.5}, "budget is 0.5, and it must be a whole number of tokens"),
     "a true budget": ({"budget": True}, "budget is True"),
@@ -225,6 +235,85 @@ def test_what_never_evicts_may_have_all_that_is_no_budget() -> None:
     run(Still(schedule="share:0.3/0.4", slack=3, protect_prompt=True))
 
 
+class Lax(Cut):
+    """Keeps to no limit: what it evicts of the oldest tokens is what a test gives."""
+
+    name = "mine"
+
+    def __init__(self, evicts: int, **fields: Any) -> None:
+        super().__init__(5)
+        self.evicts = evicts
+        for field, value in fields.items():
+            setattr(self, field, value)
+
+    def decide(self, step: Step) -> Any:
+        column = torch.arange(step.pos().shape[-1])
+        yield Evict((column < self.evicts).expand(step.pos().shape))
+
+
+def until_refused(policy: Policy, cache: str) -> str:
+    """The sentence with which a run of 40 tokens under this policy ends; "": it does not."""
+    if cache == "plain":
+        rope = Rope(DECODER.config)
+        manager: Any = PlainCache(DECODER.config, rope, policy, rows=ROWS, tokens=40, dtype=DECODER.embed.dtype)
+    else:
+        manager = manager_for(DECODER, policy, rows=ROWS, tokens=40, columns="fit" if cache == "graphs" else None)
+    try:
+        for seq in range(ROWS):
+            manager.join(seq, 40, 6)
+            feed(DECODER, manager, {seq: [1] * 6})
+        for _ in range(34):
+            feed(DECODER, manager, {seq: [1] for seq in range(ROWS)})
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("cache", ["plain", "pages", "graphs"])
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (
+            Lax(0),
+            r"mine: .* holds \d+ tokens between two steps \(it has evicted none\), .* allow 5: its `decide`",
+        ),
+        (Lax(0, slack=3), r"mine: .* holds \d+ tokens between two steps \(it has evicted none\), .* allow 8:"),
+        (Lax(0, schedule="interval:4"), "allow 9: its `decide` must yield an Evict"),
+        (Stack([Cut(9), Lax(0, budget=7)]), "mine: .* holds .* allow 7:"),
+        (Lax(0, budget=12, protect_prompt=True), "mine: .* holds .* allow 12:"),
+    ],
+)
+def test_a_policy_that_never_evicts_is_told_so(policy: Policy, said: str, cache: str) -> None:
+    """It was told that the pool is exhausted, or nothing at all."""
+    assert re.search(said, until_refused(copy.deepcopy(policy), cache))
+
+
+@pytest.mark.parametrize("cache", ["plain", "pages", "graphs"])
+@pytest.mark.parametrize("policy", [Lax(1), Lax(0, exempt_answer=True, budget=40), Lax(0, budget=None), Cut(5)])
+def test_a_policy_that_keeps_to_its_limit_is_told_nothing(policy: Policy, cache: str) -> None:
+    if policy.budget == 5:
+        policy = copy.deepcopy(policy)
+        policy.slack = 1  # the prompt has a token more, of which it evicts one
+    assert until_refused(policy, cache) == ""
+
+
+def test_a_policy_that_evicts_too_late_is_told_when_a_graph_finds_no_page() -> None:
+    manager = manager_for(DECODER, Lax(0), rows=ROWS, tokens=40)
+    manager.join(0, 40, 4)
+    feed(DECODER, manager, {0: [1] * 4})
+    feed(DECODER, manager, {0: [1]})
+    manager._check_limits()
+    feed(DECODER, manager, {0: [1]})
+    manager._check_limits(on_the_way=1)  # a captured step has appended it, and no policy could act yet
+    with pytest.raises(UsageError, match=r"holds 6 tokens .* allow 5:"):
+        manager._check_limits()
+
+
+def test_due_needs_a_budget() -> None:
+    policy = Mine(lambda step: policy.due(step))
+    assert "asks `due` which lanes exceed their budget, and its `budget` is None: give it one" in refused(policy)
+
+
 class Due(Cut):
     """Tells in another form which lanes must evict."""
 
@@ -232,7 +321,7 @@ class Due(Cut):
     capturable = True  # only then is `due` asked for, beside `decide`
 
     def __init__(self, found: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__(5)
+        super().__init__(6)
         self.found = found
 
     def due(self, step: Step) -> Any:

@@ -206,7 +206,7 @@ def test_each_has_its_own_budget() -> None:
 class Everything(Policy):
     """Drops all tokens of all rows, whoever they are, and what is protected too."""
 
-    budget: int | None = 4
+    budget: int | None = 6
     capturable = True
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:

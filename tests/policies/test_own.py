@@ -41,6 +41,8 @@ def test_a_file_stands_for_a_name(mine: Path) -> None:
     policy = parse(text)
     assert (policy.budget, policy.sign, policy.which) == (9, -1.0, "old")  # type: ignore[attr-defined]
     assert policy.name == "Mine"
+    load("mine.py:Typed")
+    assert parse("mine.py:Typed:budget=3").traced == "older"  # type: ignore[attr-defined]
     assert parse("mine.py:Mine", budget=5, schedule="interval:4").schedule == "interval:4"
 
 
@@ -204,7 +206,7 @@ def test_installed_packages_offer_policies(tmp_path: Path, monkeypatch: pytest.M
     ("text", "message"),
     [
         ("other.py:Mine", "The policy's file other.py cannot be read: No such file or directory."),
-        ("mine.py:Other", "mine.py has no class Other; its policies are Mine, Needs, Bare, Half."),
+        ("mine.py:Other", "mine.py has no class Other; its policies are Mine, Needs, Bare, Half, Typed."),
         ("mine.py:no_policy", "mine.py:no_policy is <function no_policy"),
         ("mine.py:Bare", "mine.py:Bare is no dataclass: write @dataclass above it"),
         ("mine.py:Half", "mine.py:Half is no dataclass: write @dataclass above it"),
