@@ -53,7 +53,7 @@ class Cache(NamedTuple):
     tables: int  # Ht
     layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
     head_lanes: int
-    most: int  # slots that places count for a page
+    stride: int  # slots that places count for a page
     ring: int  # tokens of the full-precision buffer
     dtype: str  # of the model: fp32, fp16, bf16
     base: int = 0  # tokens of a part in lanes of at most `short` tokens
@@ -74,7 +74,7 @@ def cache(store: Any) -> Cache:
         tables=shape.tables[2],
         layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
         head_lanes=0 if shape.scope == "head" else 1,
-        most=store.slots.table.stride,
+        stride=store.slots.table.stride,
         ring=store.ring.shape[3],
         dtype=_formats.dtype_name(store.dtype),
     )

@@ -71,7 +71,7 @@ def _find(
     p_asked,
     p_before,
     none,
-    most,
+    stride,
     width,
     columns,
     n,
@@ -113,14 +113,14 @@ def _find(
         first = tl.min(tl.where(m_room, table_column, BLOCK))
         while (first < BLOCK) & (got < total):
             number = tl.min(tl.where(table_column == first, here, none)).to(tl.int64)
-            p_row = p_live + number * most + slot
+            p_row = p_live + number * stride + slot
             free = (tl.load(p_row, slot < per_page, other=1) == 0) & (slot < per_page)
             turn = got + tl.cumsum(free.to(tl.int32), 0) - 1  # the rank of the token that takes it
             takes = free & (turn < total)
             mine = takes[None, :] & (turn[None, :] == rank[:, None]) & waits[:, None]  # [SIZE, SLOTS]
             found = tl.sum(mine.to(tl.int32), 1) > 0
             own = tl.sum(tl.where(mine, slot[None, :], 0), 1)
-            tl.store(p_list + column, (number * most + own).to(tl.int32), found)
+            tl.store(p_list + column, (number * stride + own).to(tl.int32), found)
             tl.store(p_base + index, number * all_of_a_page + own, found)
             used = tl.sum(takes.to(tl.int32))
             taken = tl.load(p_taken + number)
@@ -177,7 +177,7 @@ def _open(
     p_rank,
     p_before,
     none,
-    most,
+    stride,
     width,
     columns,
     n,
@@ -227,15 +227,15 @@ def _open(
                     held = tl.minimum(total - j * per_page, per_page)
                     tl.store(p_page_format + number, fmt.to(tl.uint8))
                     tl.store(p_page_thought + number, thought)
-                    tl.store(p_live + number * most + slot, (slot < held).to(tl.uint8), slot < most)
+                    tl.store(p_live + number * stride + slot, (slot < held).to(tl.uint8), slot < stride)
                     tl.store(p_taken + number, held)
                     tl.store(p_filled + number, held.to(tl.int16))
                     o_slot = number * lanes * per_page + own
                     tl.store(p_base + i.to(tl.int64) * size + index, o_slot, m_own)
-                    tl.store(p_list + column, (number * most + own).to(tl.int32), m_own)
+                    tl.store(p_list + column, (number * stride + own).to(tl.int32), m_own)
                 else:
                     tl.store(p_overflow, tl.full((), 1, tl.uint8))
-                    tl.store(p_list + column, tl.full((SIZE,), 0, tl.int32) + none * most, m_own)
+                    tl.store(p_list + column, tl.full((SIZE,), 0, tl.int32) + none * stride, m_own)
 
 
 def allocate(
@@ -264,7 +264,7 @@ def allocate(
     pages; what the tensors hold at P means nothing.
 
     Args:
-        live: bool [P + 1, most], the slots that hold a token.
+        live: bool [P + 1, stride], the slots that hold a token.
         taken: int32 [P + 1], slots of each page that hold a token.
         filled: int16 [P + 1], slots of each page that were ever written: the last one's number plus 1.
         page_thought: uint8 [P + 1], thought type of each page's tokens.
@@ -272,7 +272,7 @@ def allocate(
         page: int32 [Lt, B, Ht, width], the tables; P: no page.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], free pages on the stack.
-        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column means nothing.
+        place: int32 [Lt, B, Ht, S], page · stride + slot of every listed token; the last column means nothing.
         count: int32 [Lt, B, Ht], tokens in each list.
         at: int64 [N], rows, each once.
         active: bool [N]; rows that are not active stay as they are.
@@ -317,7 +317,7 @@ def allocate(
         "p_asked": asked,
         "p_before": torch.empty_like(top),
         "none": stack.numel() - 1,
-        "most": live.shape[1],
+        "stride": live.shape[1],
         "width": page.shape[-1],
         "columns": place.shape[-1],
         "n": n,

@@ -26,10 +26,10 @@ BLOCKS = 32  # whose counts are added up at once
 
 
 @triton.jit
-def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, MOST: tl.constexpr, KINDS: tl.constexpr):
+def _kinds(p_place, p_format, t, m, FORMATS: tl.constexpr, STRIDE: tl.constexpr, KINDS: tl.constexpr):
     """Places of some tokens, and which kind each is of: int32 [KINDS, BLOCK], one 1 a token; m: which are there."""
     place = tl.load(p_place + t, m, other=-1)
-    found = tl.load(p_format + tl.maximum(place, 0) // MOST, place >= 0, other=0)
+    found = tl.load(p_format + tl.maximum(place, 0) // STRIDE, place >= 0, other=0)
     kind = tl.where(m, len(FORMATS), -1)
     for i in tl.static_range(len(FORMATS)):
         kind = tl.where((place >= 0) & (found == FORMATS[i]), i, kind)
@@ -49,7 +49,7 @@ def _count(
     width,
     blocks,
     FORMATS: tl.constexpr,
-    MOST: tl.constexpr,
+    STRIDE: tl.constexpr,
     KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,7 +58,7 @@ def _count(
     _, i_list = unit_of(i_unit, n, rows, tables, p_rows)
     count = tl.load(p_count + i_list)
     t = i_block * BLOCK + tl.arange(0, BLOCK)
-    _, one = _kinds(p_place + i_list * width, p_format, t, t < count, FORMATS, MOST, KINDS)
+    _, one = _kinds(p_place + i_list * width, p_format, t, t < count, FORMATS, STRIDE, KINDS)
     tl.store(p_counts + (i_unit * blocks + i_block) * KINDS + tl.arange(0, KINDS), tl.sum(one, 1))
 
 
@@ -79,7 +79,7 @@ def _by_format(
     seen,
     blocks,
     FORMATS: tl.constexpr,
-    MOST: tl.constexpr,
+    STRIDE: tl.constexpr,
     KINDS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -93,7 +93,7 @@ def _by_format(
         return
     t = i_block * BLOCK + tl.arange(0, BLOCK)
     m = t < count
-    place, one = _kinds(p_place + i_list * width, p_format, t, m, FORMATS, MOST, KINDS)
+    place, one = _kinds(p_place + i_list * width, p_format, t, m, FORMATS, STRIDE, KINDS)
     kinds = tl.arange(0, KINDS)
     before = tl.zeros([KINDS], tl.int32)
     if BLOCKS > 0:
@@ -116,19 +116,19 @@ def _by_format(
 
 
 def by_format(
-    place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], most: int, seen: int
+    place: Tensor, count: Tensor, rows: Tensor, page_format: Tensor, formats: Sequence[int], stride: int, seen: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the lists of some rows: the tokens of one format after the other, then those in the ring (the buffer),
     each oldest first.
 
     Args:
-        place: int32 [Lt, B, Ht, W], contiguous: page · most + slot of every token; negative for tokens in the ring;
+        place: int32 [Lt, B, Ht, W], contiguous: page · stride + slot of every token; negative for tokens in the ring;
             anything behind the last token.
         count: int32 [Lt, B, Ht], contiguous: tokens of each list.
         rows: int64 [N], the rows whose lists are sorted.
         page_format: uint8 [pages], the index of each page's format.
         formats: the F indexes that tokens in pages may have, in the order wanted.
-        most: slots that places count for a page.
+        stride: slots that places count for a page.
         seen: S, at least the tokens of the longest list, at most W.
 
     Returns:
@@ -161,7 +161,7 @@ def by_format(
             width=place.shape[-1],
             blocks=blocks,
             FORMATS=tuple(formats),
-            MOST=most,
+            STRIDE=stride,
             KINDS=kinds,
             BLOCK=BLOCK,
         )
@@ -182,7 +182,7 @@ def by_format(
             seen=seen,
             blocks=blocks,
             FORMATS=tuple(formats),
-            MOST=most,
+            STRIDE=stride,
             KINDS=kinds,
             BLOCK=BLOCK,
             BLOCKS=BLOCKS if several else 0,
@@ -196,7 +196,7 @@ def variants() -> Iterator[Variant]:
     common |= {"p_rows": "*i64", "p_format": "*u8"}
     common |= dict.fromkeys(("n", "rows", "tables", "width", "seen", "blocks"), "i32")
     for formats in ((1, 2), (0,)):
-        constexprs = {"FORMATS": formats, "MOST": 64, "KINDS": power_of_2(len(formats) + 2), "BLOCK": BLOCK}
+        constexprs = {"FORMATS": formats, "STRIDE": 64, "KINDS": power_of_2(len(formats) + 2), "BLOCK": BLOCK}
         yield Variant(_count, {n: common[n] for n in common if n in _count.arg_names}, constexprs)
         for blocks in (0, BLOCKS):
             yield Variant(_by_format, common, constexprs | {"BLOCKS": blocks})

@@ -1,24 +1,23 @@
-"""Eviction: tokens leave their lists; slots, pages and rows of scales become free. Twin: `minithink/ref/evict.py`.
+"""Eviction: tokens leave their lists; slots, pages and groups of keys become free. Twin: `minithink/ref/evict.py`.
 
 Layout: two launches, over the units of the rows `at`.
 
     _compact   one program per unit. It finds the first column with a dropped token. From its block on it reads BLOCK
                columns of the list, then writes the kept tokens behind those kept before, in place. Dropped tokens
-               free their slots, and are counted off their page and their row of key scales; the last token of a page
+               free their slots, and are counted off their page and their group of keys; the last token of a page
                counts the page as empty. Most blocks lose no token: they only move
     _give      one program per TABLES units. Most end at once. The few whose units have empty pages add up what all
                units before these have freed, find the pages in their tables and put them on the stack; _compact has
-               noted the rows of key scales. The last one writes the new tops
+               noted the groups of keys. The last one writes the new tops
 
-A list, the pages of a table and the rows of its keys' scales belong to one unit, and a slot to one token. Tokens
-share only the counts of a page and of a row, which are integers, so the results are the same in any order. If several
-tokens together end the last use of a row, one of them must note it: they write their columns to the row's count,
-which is then theirs alone, and the token with the largest column notes the row. The first program of _compact copies
-the tops of both stacks, from which all programs of _give count up while the last of them writes the new ones.
+A list, the pages of a table and the groups of its keys belong to one unit, and a slot to one token. Tokens share only
+the counts of a page and of a group, which are integers, so the results are the same in any order. If several tokens
+together end the last use of a group, one of them must note it: they write their columns to the group's count, which
+is then theirs alone, and the token with the largest column notes the group. The first program of _compact copies the
+tops of both stacks, from which all programs of _give count up while the last of them writes the new ones.
 Bound: memory. 1 byte of `drop` for each token up to the first dropped one, 17 bytes for every token behind it (drop;
-place and pos, read and written), 33 for a dropped token whose key shares scales. Units without a dropped token read
-`drop` up to their last token, and write only zeros for _give. Other rows of the batch, and other rows of scales, are
-not read.
+place and pos, read and written), 33 for a dropped token whose key is in a group. Units without a dropped token read
+`drop` up to their last token, and write only zeros for _give. Other rows of the batch and other groups are not read.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ def _compact(
     p_live,
     p_taken,
     p_top,
-    p_row_of,
-    p_row_uses,
-    p_row_top,
+    p_group_of,
+    p_group_uses,
+    p_group_top,
     p_freed,
     p_gone,
     p_before,
@@ -62,18 +61,18 @@ def _compact(
     heads,
     seen,
     width,
-    row_none,
-    MOST: tl.constexpr,
-    ROWS: tl.constexpr,
+    group_none,
+    STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """p_freed: pages of each unit, then its rows of scales; p_gone: numbers of these rows, [units, seen]; ROWS: there
-    are some."""
+    """p_freed: pages of each unit, then its groups of keys; p_gone: numbers of these groups, [units, seen]; GROUPS:
+    there are some."""
     i = tl.program_id(0).to(tl.int64)
     if tl.program_id(0) == 0:
         tl.store(p_before, tl.load(p_top))
-        tl.store(p_before + 1, tl.load(p_row_top))
+        tl.store(p_before + 1, tl.load(p_group_top))
     _, i_unit = unit_of(i, n, rows, heads, p_at)
     p_drop += i * seen
     p_gone += i * seen
@@ -118,25 +117,25 @@ def _compact(
             m_free = m_drop & (place >= 0)  # others lie in a buffer
             tl.store(p_live + place, tl.full((BLOCK,), 0, tl.uint8), m_free)
             less = tl.full((BLOCK,), -1, tl.int32)
-            living = tl.atomic_add(p_taken + place // MOST, less, m_free, sem="relaxed")  # before
+            living = tl.atomic_add(p_taken + place // STRIDE, less, m_free, sem="relaxed")  # before
             emptied += tl.sum((m_free & (living == 1)).to(tl.int32))
-            if ROWS:
-                row = tl.load(p_row_of + place, m_free, other=row_none)
-                m_row = m_free & (row < row_none)
-                tl.store(p_row_of + place, tl.zeros((BLOCK,), tl.int32) + (row_none + 1), m_free)
-                tl.atomic_add(p_row_uses + row, less, m_row, sem="relaxed")
+            if GROUPS:
+                group = tl.load(p_group_of + place, m_free, other=group_none)
+                m_group = m_free & (group < group_none)
+                tl.store(p_group_of + place, tl.zeros((BLOCK,), tl.int32) + (group_none + 1), m_free)
+                tl.atomic_add(p_group_uses + group, less, m_group, sem="relaxed")
                 tl.debug_barrier()  # all are counted
-                left = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
-                m_row = m_row & (left == 0)
+                left = tl.atomic_add(p_group_uses + group, tl.zeros((BLOCK,), tl.int32), m_group, sem="relaxed")
+                m_group = m_group & (left == 0)
                 tl.debug_barrier()
-                tl.atomic_max(p_row_uses + row, column + 1, m_row, sem="relaxed")
+                tl.atomic_max(p_group_uses + group, column + 1, m_group, sem="relaxed")
                 tl.debug_barrier()
-                last = tl.atomic_add(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row, sem="relaxed")
-                m_row = m_row & (last == column + 1)
+                last = tl.atomic_add(p_group_uses + group, tl.zeros((BLOCK,), tl.int32), m_group, sem="relaxed")
+                m_group = m_group & (last == column + 1)
                 tl.debug_barrier()
-                tl.store(p_row_uses + row, tl.zeros((BLOCK,), tl.int32), m_row)
-                tl.store(p_gone + (gone + tl.cumsum(m_row.to(tl.int32), 0) - 1), row, m_row)
-                gone += tl.sum(m_row.to(tl.int32))
+                tl.store(p_group_uses + group, tl.zeros((BLOCK,), tl.int32), m_group)
+                tl.store(p_gone + (gone + tl.cumsum(m_group.to(tl.int32), 0) - 1), group, m_group)
+                gone += tl.sum(m_group.to(tl.int32))
         kept += stay
         start += BLOCK
 
@@ -157,8 +156,8 @@ def _give(
     p_page,
     p_stack,
     p_top,
-    p_row_stack,
-    p_row_top,
+    p_group_stack,
+    p_group_top,
     p_freed,
     p_gone,
     p_before,
@@ -169,7 +168,7 @@ def _give(
     none,
     width,
     seen,
-    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
     TABLES: tl.constexpr,
     COLUMNS: tl.constexpr,
     SUMS: tl.constexpr,
@@ -179,18 +178,18 @@ def _give(
     m = i < units
     freed = tl.load(p_freed + i, m, other=0)
     something = tl.max(freed)
-    if ROWS:
+    if GROUPS:
         something += tl.max(tl.load(p_freed + units + i, m, other=0))
     if tl.where(first + TABLES < units, something, 1) == 0:  # the last program has the new tops to write
         return
-    # What lies on the stacks before the pages and rows that the units before these have freed.
+    # What lies on the stacks before the pages and groups that the units before these have freed.
     pages = tl.load(p_before)
     gone = tl.load(p_before + 1)
     start = tl.full((), 0, tl.int32)
     while start < first:
         before = start + tl.arange(0, SUMS)
         pages += tl.sum(tl.load(p_freed + before, before < first, other=0))
-        if ROWS:
+        if GROUPS:
             gone += tl.sum(tl.load(p_freed + units + before, before < first, other=0))
         start += SUMS
 
@@ -214,21 +213,21 @@ def _give(
         missing -= found
         start += COLUMNS
 
-    if ROWS:
+    if GROUPS:
         more = tl.load(p_freed + units + i, m, other=0)
         to = gone + tl.cumsum(more, 0) - more
         start = tl.full((), 0, tl.int32)
-        most = tl.max(more)
-        while start < most:
-            m_row = start + column < more[:, None]
-            number = tl.load(p_gone + i.to(tl.int64)[:, None] * seen + (start + column), m_row, other=0)
-            tl.store(p_row_stack + (to[:, None] + start + column), number, m_row)
+        longest = tl.max(more)
+        while start < longest:
+            m_left = start + column < more[:, None]
+            number = tl.load(p_gone + i.to(tl.int64)[:, None] * seen + (start + column), m_left, other=0)
+            tl.store(p_group_stack + (to[:, None] + start + column), number, m_left)
             start += COLUMNS
         gone += tl.sum(more)
     if first + TABLES >= units:
         tl.store(p_top, pages + tl.sum(freed))
-        if ROWS:
-            tl.store(p_row_top, gone)
+        if GROUPS:
+            tl.store(p_group_top, gone)
 
 
 def evict(
@@ -243,36 +242,37 @@ def evict(
     page: Tensor,
     stack: Tensor,
     top: Tensor,
-    scale_row: Tensor,
-    row_uses: Tensor,
-    row_stack: Tensor,
-    row_top: Tensor,
-    most: int,
+    group_of: Tensor,
+    group_uses: Tensor,
+    group_stack: Tensor,
+    group_top: Tensor,
+    stride: int,
 ) -> None:
     """Evict tokens of the rows `at`: what `PagedStore.evict` does.
 
     All tensors but `drop` and `at` are changed in place, and contiguous. P: number of pages; page number P means
-    none. Q: number of rows of key scales; a row number of Q or more means none.
+    none. Q: number of groups of keys by token; a group number of Q or more means none.
 
     Args:
         drop: bool [Lt, N, Ht, S], S at least the tokens of the longest list; anything behind the last token.
         at: int64 [N], the rows, each once.
-        place: int32 [Lt, B, Ht, W + 1], W at least S: page · most + slot of every token; negative for tokens in a
+        place: int32 [Lt, B, Ht, W + 1], W at least S: page · stride + slot of every token; negative for tokens in a
             buffer, which hold no slot. Afterwards anything may stand behind the last token.
         pos: int32 [Lt, B, Ht, W + 1], the tokens' positions, −1 behind the last token.
         count: int32 [Lt, B, Ht], tokens of each list.
-        live: bool [P + 1, most], the slots that hold a token.
+        live: bool [P + 1, stride], the slots that hold a token.
         taken: int32 [P + 1], slots of each page that hold a token: at least one for every page in a table.
         page_format: uint8 [P + 1], becomes 255 for free pages.
         page: int32 [Lt, B, Ht, width], the tables.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], free pages on the stack.
-        scale_row: int32 [P + 1 or more, most], the row of key scales of every slot's token, which tokens of a unit
-            share; becomes Q + 1 (none) for evicted tokens. [0, most] if no keys share scales.
-        row_uses: int32 [Q + 1], tokens that use each row of key scales.
-        row_stack: int32 [Q + 1], the free rows of key scales, the next one last.
-        row_top: int64 [], free rows of key scales.
-        most: slots of a page in the format with the most.
+        group_of: int32 [P + 1 or more, stride], the group of every slot's token: tokens of a unit whose keys share a
+            row of scales, which has the group's number; becomes Q + 1 (none) for evicted tokens. [0, stride] if no
+            keys are by token.
+        group_uses: int32 [Q + 1], tokens held of each group.
+        group_stack: int32 [Q + 1], the free numbers of groups, the next one last.
+        group_top: int64 [], free numbers of groups.
+        stride: slots of a page in the format with the most, and what places count for a page of any format.
     """
     n = len(at)
     lt, rows, heads = count.shape
@@ -281,10 +281,10 @@ def evict(
     drop = drop.contiguous().view(torch.uint8)
     at = at.contiguous()
     device = drop.device
-    has_rows = scale_row.numel() > 0
+    grouped = group_of.numel() > 0
     seen = drop.shape[-1]
     freed = torch.empty(2 * units, dtype=torch.int32, device=device)
-    gone = torch.empty(units * seen if has_rows else 0, dtype=torch.int32, device=device)
+    gone = torch.empty(units * seen if grouped else 0, dtype=torch.int32, device=device)
     before = torch.empty(2, dtype=torch.int64, device=device)
     block = next(size for least, size in BLOCKS if units >= least)
     _compact[(units,)](
@@ -296,9 +296,9 @@ def evict(
         p_live=live.view(torch.uint8),
         p_taken=taken,
         p_top=top,
-        p_row_of=scale_row,
-        p_row_uses=row_uses,
-        p_row_top=row_top,
+        p_group_of=group_of,
+        p_group_uses=group_uses,
+        p_group_top=group_top,
         p_freed=freed,
         p_gone=gone,
         p_before=before,
@@ -308,9 +308,9 @@ def evict(
         heads=heads,
         seen=seen,
         width=place.shape[-1],
-        row_none=row_stack.numel() - 1,
-        MOST=most,
-        ROWS=has_rows,
+        group_none=group_stack.numel() - 1,
+        STRIDE=stride,
+        GROUPS=grouped,
         BLOCK=block,
         LOOK=LOOK,
         num_warps=warps_for(block),
@@ -322,8 +322,8 @@ def evict(
         p_page=page,
         p_stack=stack,
         p_top=top,
-        p_row_stack=row_stack,
-        p_row_top=row_top,
+        p_group_stack=group_stack,
+        p_group_top=group_top,
         p_freed=freed,
         p_gone=gone,
         p_before=before,
@@ -334,7 +334,7 @@ def evict(
         none=stack.numel() - 1,
         width=page.shape[-1],
         seen=seen,
-        ROWS=has_rows,
+        GROUPS=grouped,
         TABLES=TABLES,
         COLUMNS=COLUMNS,
         SUMS=SUMS,
@@ -348,15 +348,15 @@ def warps_for(block: int) -> int:
 
 def variants() -> Iterator[Variant]:
     shared = dict.fromkeys(("units", "n", "rows", "heads", "seen", "width"), "i32")
-    shared |= {"p_at": "*i64", "p_taken": "*i32", "p_top": "*i64", "p_row_top": "*i64", "p_freed": "*i32"}
+    shared |= {"p_at": "*i64", "p_taken": "*i32", "p_top": "*i64", "p_group_top": "*i64", "p_freed": "*i32"}
     shared |= {"p_gone": "*i32", "p_before": "*i64"}
     lists = {"p_drop": "*u8", "p_place": "*i32", "p_pos": "*i32", "p_count": "*i32", "p_live": "*u8"}
-    lists |= {"p_row_of": "*i32", "p_row_uses": "*i32", "row_none": "i32"}
-    pages = {"p_format": "*u8", "p_page": "*i32", "p_stack": "*i32", "p_row_stack": "*i32", "none": "i32"}
-    for most, has_rows in ((1, False), (8, True), (16, False), (64, True)):
+    lists |= {"p_group_of": "*i32", "p_group_uses": "*i32", "group_none": "i32"}
+    pages = {"p_format": "*u8", "p_page": "*i32", "p_stack": "*i32", "p_group_stack": "*i32", "none": "i32"}
+    for stride, grouped in ((1, False), (8, True), (16, False), (64, True)):
         for _, block in BLOCKS:
-            constexprs = {"MOST": most, "ROWS": has_rows, "BLOCK": block, "LOOK": LOOK}
+            constexprs = {"STRIDE": stride, "GROUPS": grouped, "BLOCK": block, "LOOK": LOOK}
             yield Variant(_compact, {**shared, **lists}, constexprs, {"num_warps": warps_for(block)})
-    for has_rows in (False, True):
-        constexprs = {"ROWS": has_rows, "TABLES": TABLES, "COLUMNS": COLUMNS, "SUMS": SUMS}
+    for grouped in (False, True):
+        constexprs = {"GROUPS": grouped, "TABLES": TABLES, "COLUMNS": COLUMNS, "SUMS": SUMS}
         yield Variant(_give, {**shared, **pages}, constexprs)

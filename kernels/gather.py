@@ -33,7 +33,7 @@ def _gather(
     words,
     stride_page,
     stride_lane,
-    MOST: tl.constexpr,
+    STRIDE: tl.constexpr,
     TOKENS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
@@ -49,8 +49,8 @@ def _gather(
         rank = first + tl.arange(0, TOKENS)
         source = tl.load(p_source + rank, rank < end, other=0).to(tl.int64)
         place = tl.load(p_place + rank, rank < end, other=0).to(tl.int64)
-        o_source = source // MOST * stride_page + source % MOST * words
-        o_place = place // MOST * stride_page + place % MOST * words
+        o_source = source // STRIDE * stride_page + source % STRIDE * words
+        o_place = place // STRIDE * stride_page + place % STRIDE * words
         m = (rank < end)[:, None] & (word < words)
         x = tl.load(p_pool + o_source[:, None], m, other=0)
         # Threads write where others read, so all of them read before any writes. Later blocks read elsewhere.
@@ -59,19 +59,19 @@ def _gather(
         first += TOKENS
 
 
-def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> None:
+def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, stride: int) -> None:
     """Copy tokens from slot to slot, in all lanes of their units.
 
     Args:
-        source: int32 [..., W], slots as page · most + slot; contiguous, as moves and place.
+        source: int32 [..., W], slots as page · stride + slot; contiguous, as moves and place.
         moves: int32 [..., 2]: for moves[0] ≤ r < moves[1] a token moves from source[r] to place[r].
         place: int32 [..., W], slots. No place[r] is the source of a later r (`close_ranks` ensures this).
-        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `most` slots of equal size, a
+        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `stride` slots of equal size, a
             multiple of 4 bytes. The lanes may be a part of a larger pool's lanes.
-        most: slots of a page.
+        stride: slots of a page.
     """
     words = pool.view(torch.int32)
-    size = words.shape[-1] // most
+    size = words.shape[-1] // stride
     slices = triton.cdiv(size, WORDS)
     if units := moves.numel() // 2:
         _gather[(units, pool.shape[1] * slices)](
@@ -84,7 +84,7 @@ def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int
             words=size,
             stride_page=words.stride(0),
             stride_lane=words.stride(1),
-            MOST=most,
+            STRIDE=stride,
             TOKENS=TOKENS,
             WORDS=WORDS,
         )
@@ -93,5 +93,5 @@ def gather(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int
 def variants() -> Iterator[Variant]:
     signature = dict.fromkeys(("p_source", "p_moves", "p_place", "p_pool"), "*i32")
     signature |= dict.fromkeys(("width", "slices", "words", "stride_page", "stride_lane"), "i32")
-    for most in (1, 8, 16, 64):
-        yield Variant(_gather, signature, {"MOST": most, "TOKENS": TOKENS, "WORDS": WORDS})
+    for stride in (1, 8, 16, 64):
+        yield Variant(_gather, signature, {"STRIDE": stride, "TOKENS": TOKENS, "WORDS": WORDS})

@@ -310,8 +310,8 @@ def _begin_of_group(p_place, p_row_of, start, end, H: tl.constexpr):
 @triton.jit
 def _find_pages(place, held, C: tl.constexpr):
     """The Tile of the tokens at these places."""
-    page = (place // C.most).to(tl.int64)
-    return Tile(place, page, place % C.most, held)
+    page = (place // C.stride).to(tl.int64)
+    return Tile(place, page, place % C.stride, held)
 
 
 @triton.jit

@@ -70,7 +70,7 @@ def _where(p_place, p_row_of, start, size, C: tl.constexpr, K: tl.constexpr, BLO
     """Places and rows of scales of BLOCK tokens of a segment; 0 and none behind its last token."""
     t = start + tl.arange(0, BLOCK)
     place = tl.load(p_place + t, t < size, other=0)
-    row = tl.maximum(place, 0) // C.most
+    row = tl.maximum(place, 0) // C.stride
     if K.by_token:
         row = tl.load(p_row_of + place, (t < size) & (place >= 0), other=0)
     return t < size, place, row
@@ -95,8 +95,8 @@ def _keys(
     BLOCK_W: tl.constexpr = K.block
     m_t, place, number = there
     paged = m_t & (place >= 0)
-    page = (tl.maximum(place, 0) // C.most).to(tl.int64)
-    slot = tl.maximum(place, 0) % C.most
+    page = (tl.maximum(place, 0) // C.stride).to(tl.int64)
+    slot = tl.maximum(place, 0) % C.stride
     row = number.to(tl.int64)
     if K.by_token:
         row = row * K.row + o_lane * K.row_lane
@@ -232,7 +232,7 @@ def _survive(
         p_here = p_place + ((layer * rows + i_row) * C.tables + table).to(tl.int64) * width + first
         t = tl.arange(0, MOST)
         place = tl.load(p_here + t, t < size, other=-1)
-        page_format = tl.load(p_format + tl.maximum(place, 0) // C.most, place >= 0, other=255).to(tl.int32)
+        page_format = tl.load(p_format + tl.maximum(place, 0) // C.stride, place >= 0, other=255).to(tl.int32)
         form = tl.min(page_format)  # 255: all wait
         if (form == FORMAT) | (WAITING & (form == 255)):
             k_scale = tl.load(p_k_scale + layer * rows + i_row)

@@ -126,7 +126,7 @@ class Reading:
             rows=self.numbers,
             page_format=table.format,
             formats=sorted(self.store.slots.used),
-            most=table.stride,
+            stride=table.stride,
             seen=lists.seen,
         )
 

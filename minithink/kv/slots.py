@@ -43,7 +43,7 @@ from minithink.kv.lists import Lists
 from minithink.kv.pages import Pages
 from minithink.kv.table import BlockTable, FreeList
 from minithink.ref.allocate import allocate
-from minithink.ref.evict import release_rows
+from minithink.ref.evict import release_groups
 
 
 class Slots:
@@ -335,11 +335,11 @@ class Slots:
             page=page,
             stack=t.free_pages.stack,
             top=top,
-            scale_row=self.group_of,
-            row_uses=self.group_uses,
-            row_stack=self.free_groups.stack,
-            row_top=self.free_groups.top,
-            most=t.stride,
+            group_of=self.group_of,
+            group_uses=self.group_uses,
+            group_stack=self.free_groups.stack,
+            group_top=self.free_groups.top,
+            stride=t.stride,
         )
 
     def release(self, place: Tensor, which: Tensor, at: Tensor) -> None:
@@ -355,5 +355,5 @@ class Slots:
         slot = torch.where(which, place % t.stride, 0).long()
         if self.group_of.numel():
             free = self.free_groups
-            release_rows(page, slot, which, self.group_of, self.group_uses, free.stack, free.top)
+            release_groups(page, slot, which, self.group_of, self.group_uses, free.stack, free.top)
         t.release(page, slot, which, at)

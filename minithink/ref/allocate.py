@@ -40,7 +40,7 @@ def allocate(
     The tensors up to `place`, and `overflow`, are changed in place.
 
     Args:
-        live: bool [P + 1, most], the slots that hold a token.
+        live: bool [P + 1, stride], the slots that hold a token.
         taken: int32 [P + 1], slots of each page that hold a token.
         filled: int16 [P + 1], slots of each page that were ever written: the last one's number plus 1.
         page_thought: uint8 [P + 1], thought type of each page's tokens.
@@ -48,7 +48,7 @@ def allocate(
         page: int32 [Lt, B, Ht, width], the tables; P: no page.
         stack: int32 [P + 1], the free pages, the next one last.
         top: int64 [], free pages on the stack.
-        place: int32 [Lt, B, Ht, S], page · most + slot of every listed token; the last column means nothing.
+        place: int32 [Lt, B, Ht, S], page · stride + slot of every listed token; the last column means nothing.
         count: int32 [Lt, B, Ht], tokens in each list.
         at: int64 [N], rows, each once.
         active: bool [N]; rows that are not active stay as they are.
@@ -64,7 +64,7 @@ def allocate(
         the format: page · lanes · slots + slot. A slot of page P if there is no such token, or no room for it.
     """
     none = stack.numel() - 1
-    most = live.shape[1]
+    stride = live.shape[1]
     device = place.device
     kind = thought[at]  # [N]
     fmt = formats[kind.long()]  # [N]
@@ -87,17 +87,17 @@ def allocate(
     fits = page_format[here] == fmt
     fits = fits & (page_thought[here] == kind)
     fits = fits & (here != none)  # [Lt, N, Ht, width]
-    usable = torch.arange(most, device=device) < per_page[..., None]
-    free = ~live[here] & usable & fits[..., None]  # [Lt, N, Ht, width, most]
+    usable = torch.arange(stride, device=device) < per_page[..., None]
+    free = ~live[here] & usable & fits[..., None]  # [Lt, N, Ht, width, stride]
     free = free.flatten(-2)
-    free = free.cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · most], up to and with each slot
+    free = free.cumsum(-1, dtype=torch.int32)  # [Lt, N, Ht, width · stride], up to and with each slot
     room = free[..., -1:].long()
     found = waits & (rank < room)
     which = torch.searchsorted(free, rank.int() + 1)  # [Lt, N, Ht, size]
     which = which.clamp(max=free.shape[-1] - 1)
-    holder = here.gather(-1, which // most)
+    holder = here.gather(-1, which // stride)
     number = torch.where(found, holder, none)
-    slot = torch.where(found, which % most, 0)
+    slot = torch.where(found, which % stride, 0)
 
     # The remaining tokens fill pages from the stack.
     lacking = waits & ~found
@@ -144,7 +144,7 @@ def allocate(
     filled.scatter_reduce_(0, pages, last.flatten(), "amax")
 
     into = torch.where(waits, column, place.shape[-1] - 1)
-    given = number * most + slot
+    given = number * stride + slot
     listed.scatter_(-1, into, given.to(torch.int32))
     place[:, at] = listed
 

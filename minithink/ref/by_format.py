@@ -14,20 +14,20 @@ def by_format(
     rows: Tensor,
     page_format: Tensor,
     formats: Sequence[int],
-    most: int,
+    stride: int,
     seen: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the lists of some rows: the tokens of one format after the other, then those in the ring (the buffer),
     each oldest first.
 
     Args:
-        place: int32 [Lt, B, Ht, W], page · most + slot of every token; negative for tokens in the ring; anything
+        place: int32 [Lt, B, Ht, W], page · stride + slot of every token; negative for tokens in the ring; anything
             behind the last token.
         count: int32 [Lt, B, Ht], tokens of each list.
         rows: int64 [N], the rows whose lists are sorted.
         page_format: uint8 [pages], the index of each page's format.
         formats: the F indexes that tokens in pages may have, in the order wanted.
-        most: slots that places count for a page.
+        stride: slots that places count for a page.
         seen: S, at least the tokens of the longest list, at most W.
 
     Returns:
@@ -45,7 +45,7 @@ def by_format(
 
     # kind: 0 to F − 1 for the formats in their order, F for the ring, F + 1 where there is no token.
     ring = len(formats)
-    page = place.clamp(min=0) // most
+    page = place.clamp(min=0) // stride
     found = page_format[page.long()]
     kind = torch.full_like(place, ring)
     for i, f in enumerate(formats):

@@ -11,24 +11,24 @@ def gather(
     moves: Tensor,
     place: Tensor,
     pool: Tensor,
-    most: int,
+    stride: int,
 ) -> None:
     """Copy tokens from slot to slot, in all lanes of their units.
 
     Args:
-        source: int32 [..., W], slots as page · most + slot.
+        source: int32 [..., W], slots as page · stride + slot.
         moves: int32 [..., 2]: for moves[0] ≤ r < moves[1] a token moves from source[r] to place[r].
         place: int32 [..., W], slots. No place[r] is the source of a later r (`close_ranks` ensures this).
-        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `most` slots of equal size, a
+        pool: uint8 [pages, lanes, bytes of a page], changed in place. A page has `stride` slots of equal size, a
             multiple of 4 bytes. The lanes may be a part of a larger pool's lanes.
-        most: slots of a page.
+        stride: slots of a page.
     """
     first = moves[..., :1]
     end = moves[..., 1:]
     rank = torch.arange(place.shape[-1], device=place.device)
     moving = (rank >= first) & (rank < end)
-    slots = pool.unflatten(-1, (most, -1))  # [pages, lanes, most, bytes]
+    slots = pool.unflatten(-1, (stride, -1))  # [pages, lanes, stride, bytes]
     old = source[moving].long()
     new = place[moving].long()
-    moved = slots[old // most, :, old % most]
-    slots[new // most, :, new % most] = moved
+    moved = slots[old // stride, :, old % stride]
+    slots[new // stride, :, new % stride] = moved

@@ -69,9 +69,9 @@ class Lists:
         """Forget a share of the tokens, which all have slots."""
         held = torch.arange(COLUMNS + 1, device=DEVICE) < self.count[..., None]
         gone = held & (torch.rand(held.shape, generator=generator).to(DEVICE) < share)
-        most = self.table.stride
+        stride = self.table.stride
         self.table.release(
-            torch.where(gone, self.place // most, self.table.free_pages.count), self.place % most, gone
+            torch.where(gone, self.place // stride, self.table.free_pages.count), self.place % stride, gone
         )
         keep = held & ~gone
         column = torch.where(keep, keep.cumsum(-1) - 1, COLUMNS)

@@ -13,7 +13,7 @@ from minithink.ref import by_format as ref
 from tests.kernels.device import DEVICE
 
 Lists = tuple[Tensor, Tensor, Tensor]
-MOST, FORMATS = 4, (3, 0, 7)  # slots of a page; formats in an order of their own
+STRIDE, FORMATS = 4, (3, 0, 7)  # slots of a page; formats in an order of their own
 KINDS = {"one format": (0,), "another": (2,), "ring": (3,), "two": (0, 2), "all": (0, 1, 2, 3)}
 
 
@@ -27,7 +27,7 @@ def lists(
     shape = *sizes, seen + more
     kind = torch.tensor(of)[torch.randint(len(of), shape, generator=generator)]
     page = kind + 3 * torch.randint(5, shape, generator=generator)
-    place = torch.where(kind < 3, page * MOST + torch.randint(MOST, shape, generator=generator), -1 - page)
+    place = torch.where(kind < 3, page * STRIDE + torch.randint(STRIDE, shape, generator=generator), -1 - page)
     behind = torch.arange(seen + more) >= count[..., None]
     unknown = torch.randint(-(2**31), 2**31, shape, generator=generator)
     return torch.where(behind, unknown, place).to(DEVICE, torch.int32), count.to(DEVICE), page_format.to(DEVICE)
@@ -44,7 +44,7 @@ def check(name: str, got: Lists, before: Lists, rows: Tensor, seen: int) -> None
         for n, row in enumerate(rows.tolist()):
             for h in range(sizes[2]):
                 own = place[t][row][h][: count[t][row][h]]
-                kinds = [FORMATS.index(page_format[p // MOST]) if p >= 0 else len(FORMATS) for p in own]
+                kinds = [FORMATS.index(page_format[p // STRIDE]) if p >= 0 else len(FORMATS) for p in own]
                 order = sorted(range(len(own)), key=kinds.__getitem__)  # stable
                 assert column[t, n, h, : len(own)].tolist() == order, name
                 assert by_kind[t, n, h, : len(own)].tolist() == [own[j] for j in order], name
@@ -71,7 +71,7 @@ def test_lists_are_sorted(sizes: tuple[int, int, int], seen: int, more: int, of:
         patch.setattr("minithink.kernels.by_format.BLOCKS", 4)
         for name, function in (("kernel", by_format), ("twin", ref.by_format)):
             place, count, page_format = (x.clone() for x in before)
-            got = function(place, count, rows, page_format, FORMATS, MOST, seen)
+            got = function(place, count, rows, page_format, FORMATS, STRIDE, seen)
             assert torch.equal(place, before[0])
             check(name, got, before, rows, seen)
 
@@ -80,4 +80,4 @@ def test_as_it_is_launched() -> None:
     """Lists of several blocks."""
     before = lists((2, 3, 2), 2300, 5, KINDS["all"], torch.Generator().manual_seed(0))
     rows = torch.tensor([2, 0], device=DEVICE)
-    check("kernel", by_format(before[0], before[1], rows, before[2], FORMATS, MOST, 2300), before, rows, 2300)
+    check("kernel", by_format(before[0], before[1], rows, before[2], FORMATS, STRIDE, 2300), before, rows, 2300)

@@ -30,10 +30,10 @@ MIXED = Storage(("ternary", "nvfp4:by=token/nvfp4", "fp8"), block=8, buffer=24, 
 
 def tensors(store: PagedStore) -> tuple[Tensor, ...]:
     """What the operation changes, in its order."""
-    t, rows = store.slots.table, store.slots.free_groups
+    t, groups = store.slots.table, store.slots.free_groups
     lists = store.lists.place, store.lists.pos, store.lists.count
     pages = t.live, t.taken, t.format, t.page, t.free_pages.stack, t.free_pages.top
-    return *lists, *pages, store.slots.group_of, store.slots.group_uses, rows.stack, rows.top
+    return *lists, *pages, store.slots.group_of, store.slots.group_uses, groups.stack, groups.top
 
 
 def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
@@ -41,25 +41,25 @@ def assert_tensors_same(name: str, got: tuple[Tensor, ...], want: tuple[Tensor, 
     held = want[1] >= 0
     assert_same(f"{name} place", got[0].masked_fill(~held, 0), want[0].masked_fill(~held, 0))
     tables = ("live", "taken", "format", "page", "stack", "top")
-    names = ("pos", "count", *tables, "scale_row", "uses", "row_stack", "rows")
+    names = ("pos", "count", *tables, "group_of", "uses", "group_stack", "groups")
     for what, x, y in zip(names, got[1:], want[1:], strict=True):
-        none = what in ("live", "taken", "format", "stack", "uses", "row_stack")
-        ends = slice(None, -1) if none else slice(None, len(want[3]) - 1) if what == "scale_row" else slice(None)
+        none = what in ("live", "taken", "format", "stack", "uses", "group_stack")
+        ends = slice(None, -1) if none else slice(None, len(want[3]) - 1) if what == "group_of" else slice(None)
         assert_same(f"{name} {what}", *((z[ends] if z.ndim else z) for z in (x, y)))
 
 
 def named(state: tuple[Tensor, ...]) -> dict[str, Any]:
     """The tensors that the operation changes, as lists by name."""
     lists, tables = ("place", "pos", "count"), ("live", "taken", "format", "page", "stack", "top")
-    names = (*lists, *tables, "scale_row", "uses", "rows", "rows_top")
+    names = (*lists, *tables, "group_of", "uses", "groups", "groups_top")
     return {name: x.tolist() for name, x in zip(names, state, strict=True)}
 
 
-def assert_evicted(old: dict[str, Any], new: dict[str, Any], drop: Tensor, at: Tensor, most: int) -> None:
+def assert_evicted(old: dict[str, Any], new: dict[str, Any], drop: Tensor, at: Tensor, stride: int) -> None:
     """What an eviction must do, token by token. old, new: lists, as of `named`.
 
     A list loses the dropped tokens and nothing else. Their slots are free. A page without a token leaves its table
-    and is free; every other page stays in its column. A row of key scales is free when its last token has gone.
+    and is free; every other page stays in its column. A group of keys is free when its last token has gone.
     """
     none, free_before, free_after = len(old["stack"]) - 1, *(set(x["stack"][: x["top"]]) for x in (old, new))
     live = {(page, slot) for page, slots in enumerate(old["live"][:none]) for slot, x in enumerate(slots) if x}
@@ -71,27 +71,27 @@ def assert_evicted(old: dict[str, Any], new: dict[str, Any], drop: Tensor, at: T
         goes = drop[layer, chosen.index(row), head].tolist() if row in chosen else [False] * n
         for column, (_, place) in enumerate(tokens):
             if goes[column] and place >= 0:
-                live.remove((place // most, place % most))
-                if old["scale_row"] and (scales := old["scale_row"][place // most][place % most]) < len(uses) - 1:
+                live.remove((place // stride, place % stride))
+                if old["group_of"] and (scales := old["group_of"][place // stride][place % stride]) < len(uses) - 1:
                     uses[scales] -= 1
         kept = [token for column, token in enumerate(tokens) if not goes[column]]
         m, pos, place = len(kept), new["pos"][layer][row][head], new["place"][layer][row][head]
         assert (new["count"][layer][row][head], list(zip(pos[:m], place[:m], strict=True))) == (m, kept)
         assert set(pos[m:]) <= {-1}
         for was, now in zip(old["page"][layer][row][head], new["page"][layer][row][head], strict=True):
-            held = was != none and any((was, slot) in live for slot in range(most))
+            held = was != none and any((was, slot) in live for slot in range(stride))
             assert now == (was if held else none)
             emptied |= {was} - {none} if not held else set()
     assert free_after == free_before | emptied
     assert new["top"] == len(free_after), "each once"
     for page in range(none):
-        slots = [(page, slot) in live for slot in range(most)]
+        slots = [(page, slot) in live for slot in range(stride)]
         assert (new["live"][page], new["taken"][page]) == (slots, sum(slots))
         assert new["format"][page] == (255 if page in emptied else old["format"][page])
     assert new["uses"][:-1] == uses[:-1]
     gone = {i for i, (was, now) in enumerate(zip(old["uses"][:-1], uses[:-1], strict=True)) if was and not now}
-    assert new["rows_top"] == old["rows_top"] + len(gone)
-    assert set(new["rows"][: new["rows_top"]]) == set(old["rows"][: old["rows_top"]]) | gone
+    assert new["groups_top"] == old["groups_top"] + len(gone)
+    assert set(new["groups"][: new["groups_top"]]) == set(old["groups"][: old["groups_top"]]) | gone
 
 
 class KernelStore(PagedStore):

@@ -134,7 +134,7 @@ def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> No
     assert_same("pos", after.lists.pos, before.lists.pos)
     assert_same("count", after.lists.count, before.lists.count)
     assert after.waiting == [0 if row in rows else n for row, n in enumerate(before.waiting)]
-    taken, most, uses = list[int](), after.slots.table.stride, 0
+    taken, stride, uses = list[int](), after.slots.table.stride, 0
     layers, _, heads = before.shape.tables
     for layer, row, head in product(range(2), range(before.shape.rows), range(2)):
         unit = min(layer, layers - 1), row, min(head, heads - 1)
@@ -148,7 +148,7 @@ def assert_flushed(before: PagedStore, after: PagedStore, rows: list[int]) -> No
             for got, want in zip(reads[1], reads[0], strict=True):
                 assert_same(f"token {column} of lane {layer, row, head}", got[column], want[column])
         for column in waiting.values():
-            page = now[column] // most
+            page = now[column] // stride
             assert (int(after.slots.table.format[page]), int(after.slots.table.thought[page])) == (f, kind)
         for part, fmt in enumerate((before.pages.layouts[f].k, before.pages.layouts[f].v)):
             together = fmt.group if fmt.by == "token" else 1

@@ -16,12 +16,12 @@ from tests.kernels.device import DEVICE
 
 
 def moved(
-    units: tuple[int, ...], tokens: int, most: int, share: float, generator: torch.Generator
+    units: tuple[int, ...], tokens: int, stride: int, share: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """source, moves and place of units that hold up to so many tokens in slots that lie anywhere, and the pages."""
     n = int(torch.tensor(units).prod())
-    pages = -(-n * tokens // most) + 3
-    place = torch.randperm(pages * most, generator=generator)[: n * tokens].view(*units, tokens)
+    pages = -(-n * tokens // stride) + 3
+    place = torch.randperm(pages * stride, generator=generator)[: n * tokens].view(*units, tokens)
     place = torch.nn.functional.pad(place, (0, 1)).to(torch.int32)
     count = torch.randint(tokens + 1, units, generator=generator).to(torch.int32)
     pos = torch.arange(tokens + 1, dtype=torch.int32).expand(place.shape).clone()
@@ -32,12 +32,12 @@ def moved(
     return source.to(DEVICE), moves.to(DEVICE), place.to(DEVICE), pages
 
 
-def one_by_one(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most: int) -> Tensor:
+def one_by_one(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, stride: int) -> Tensor:
     """The pool afterwards."""
-    size, want = pool.shape[-1] // most, pool.clone()
+    size, want = pool.shape[-1] // stride, pool.clone()
     for s, (first, end), p in zip(source.flatten(0, -2), moves.view(-1, 2), place.flatten(0, -2), strict=True):
         for r in range(int(first), int(end)):
-            (page, slot), (to_page, to_slot) = divmod(int(s[r]), most), divmod(int(p[r]), most)
+            (page, slot), (to_page, to_slot) = divmod(int(s[r]), stride), divmod(int(p[r]), stride)
             new = pool[page, :, slot * size : (slot + 1) * size]
             want[to_page, :, to_slot * size : (to_slot + 1) * size] = new
     return want
@@ -46,7 +46,7 @@ def one_by_one(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most:
 @given(
     units=st.sampled_from([(1,), (3,), (2, 1, 2), (1, 3, 2)]),
     tokens=st.integers(1, 40),
-    most=st.sampled_from([1, 2, 8]),
+    stride=st.sampled_from([1, 2, 8]),
     words=st.integers(1, 9),
     lanes=st.integers(1, 3),
     share=st.sampled_from([0.0, 0.1, 0.5, 1.1]),
@@ -56,7 +56,7 @@ def one_by_one(source: Tensor, moves: Tensor, place: Tensor, pool: Tensor, most:
 def test_every_token_moves_once(
     units: tuple[int, ...],
     tokens: int,
-    most: int,
+    stride: int,
     words: int,
     lanes: int,
     share: float,
@@ -65,17 +65,17 @@ def test_every_token_moves_once(
 ) -> None:
     """Chains of slots that take over from each other; some lanes of a larger pool; slots of any number of words."""
     generator = torch.Generator().manual_seed(seed)
-    source, moves, place, pages = moved(units, tokens, most, share, generator)
-    pool = torch.randint(256, (pages, 5, most * words * 4), generator=generator).to(torch.uint8).to(DEVICE)
+    source, moves, place, pages = moved(units, tokens, stride, share, generator)
+    pool = torch.randint(256, (pages, 5, stride * words * 4), generator=generator).to(torch.uint8).to(DEVICE)
     mine = slice(1, 1 + lanes)
     want = pool.clone()
-    want[:, mine] = one_by_one(source, moves, place, pool[:, mine], most)
+    want[:, mine] = one_by_one(source, moves, place, pool[:, mine], stride)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("minithink.kernels.gather.TOKENS", block[0])
         patch.setattr("minithink.kernels.gather.WORDS", block[1])
         for name, function in (("kernel", gather), ("twin", ref.gather)):
             got = pool.clone()
-            assert function(source, moves, place, got[:, mine], most) is None
+            assert function(source, moves, place, got[:, mine], stride) is None
             assert_same(name, got, want)
 
 
