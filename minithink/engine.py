@@ -112,13 +112,8 @@ def load(
         adapter=merged,
     )
     try:
-        decoder = load_decoder(
-            folder,
-            device=where,
-            dtype=number_type,
-            backend=ops,
-            merge=None if merged is None else merged.merge,
-        )
+        read = load_decoder if merged is None else merged.load
+        decoder = read(folder, device=where, dtype=number_type, backend=ops)
         return Engine(decoder, tokenizer, defaults, home)
     except (RuntimeError, MemoryError) as error:
         if not memory.is_out_of_memory(error):

@@ -41,6 +41,7 @@ from minithink.checkpoint.weights import (
     checkpoint_hash,
     hash_of_merged,
     header,
+    load_decoder,
     tensors_of,
 )
 from minithink.config import ModelConfig, read_json
@@ -166,6 +167,22 @@ class Adapter:
             out[list(rows.tokens)] = _tensor(rows.values).float().to(weight)
             return out
         return weight
+
+    def load(self, folder: Path, **options: Any) -> Decoder:
+        """A decoder with the merged weights, whose hash is known from then on: one pass over the weights gives both.
+
+        Args:
+            folder: of the model.
+            options: `device`, `dtype` and `backend` of `load_decoder`.
+
+        Raises:
+            MinithinkError: as of `load_decoder`.
+        """
+
+        def remember(digits: str) -> None:
+            self._hashes[folder] = digits
+
+        return load_decoder(folder, **options, merge=self.merge, tell_hash=remember)
 
     def hash_over(self, folder: Path) -> str:
         """The hash of the merged weights. folder: of the model's."""

@@ -120,6 +120,7 @@ def load_decoder(
     dtype: torch.dtype | None = None,
     backend: Backend = REFERENCE,
     merge: Merge | None = None,
+    tell_hash: Callable[[str], object] | None = None,
 ) -> Decoder:
     """A decoder with the weights of a checkpoint folder; its parameters require no gradient.
 
@@ -131,6 +132,8 @@ def load_decoder(
             the type of most numbers, and bfloat16 if they are quantized.
         backend: the functions that the decoder calls.
         merge: what changes the weights on their way; None: nothing does.
+        tell_hash: called with the hash of the merged weights (`hash_of_merged`), which is made in the same pass; only
+            with `merge`.
 
     Raises:
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
@@ -143,8 +146,18 @@ def load_decoder(
         decoder = Decoder(stored.config, backend)
     _allocate(decoder, dtype or stored.dtype, device)
     views = tensors_of(decoder)
-    for name, tensor in stored.tensors():
-        views[name].copy_(tensor if merge is None else merge(name, tensor))
+    if merge is None:
+        for name, tensor in stored.tensors():
+            views[name].copy_(tensor)
+        return decoder
+    hashing = None if tell_hash is None else _Hash(stored)
+    for name, tensor in stored.tensors(sorted(stored.entries)):
+        merged = merge(name, tensor)
+        views[name].copy_(merged)
+        if hashing is not None:
+            hashing.add(merged)
+    if hashing is not None and tell_hash is not None:
+        tell_hash(hashing.digits)
     return decoder
 
 
@@ -167,21 +180,10 @@ def hash_of_merged(folder: str | Path, merge: Merge) -> str:
         folder, merge: as in `load_decoder`.
     """
     stored = _stored(Path(folder))
-    sizes = {name: math.prod(entry.shape) * stored.dtype.itemsize for name, entry in stored.entries.items()}
-    spelling = next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
-    head: dict[str, Any] = {"__metadata__": FORMAT}
-    end = 0
-    for name in sorted(sizes):
-        begin = end
-        end += sizes[name]
-        head[name] = {"dtype": spelling, "shape": stored.entries[name].shape, "data_offsets": [begin, end]}
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256(struct.pack("<Q", len(text)) + text)
-    for name, tensor in stored.tensors(sorted(sizes)):
-        value = merge(name, tensor).to("cpu", stored.dtype).flatten()
-        digest.update(value.view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    hashing = _Hash(stored)
+    for name, tensor in stored.tensors(sorted(stored.entries)):
+        hashing.add(merge(name, tensor))
+    return hashing.digits
 
 
 def _load_gguf(path: Path, *, device: torch.device | str, dtype: torch.dtype | None, backend: Backend) -> Decoder:
@@ -350,6 +352,35 @@ class _Stored:
                         f"{entry.path} cannot be read ({reason(error)}): download it again."
                     ) from None
                 yield name, tensor
+
+
+class _Hash:
+    """The hash of the file in which merged weights would be saved, made tensor by tensor in the order of names."""
+
+    def __init__(self, stored: _Stored) -> None:
+        """stored: the weights before the merge, which have the same names, shapes and types."""
+        self._dtype = stored.dtype
+        spelling = next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
+        head: dict[str, Any] = {"__metadata__": FORMAT}
+        end = 0
+        for name in sorted(stored.entries):
+            shape = stored.entries[name].shape
+            begin = end
+            end += math.prod(shape) * stored.dtype.itemsize
+            head[name] = {"dtype": spelling, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._digest = hashlib.sha256(struct.pack("<Q", len(text)) + text)
+
+    def add(self, tensor: Tensor) -> None:
+        """The next tensor."""
+        value = tensor.to("cpu", self._dtype).flatten()
+        self._digest.update(value.view(torch.uint8).numpy().data)
+
+    @property
+    def digits(self) -> str:
+        """As of `checkpoint_hash`, once all tensors were added."""
+        return self._digest.hexdigest()[:16]
 
 
 def _stored(folder: Path) -> _Stored:

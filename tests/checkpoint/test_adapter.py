@@ -323,6 +323,28 @@ def test_the_hash_is_that_of_the_merged_checkpoint(dtype: torch.dtype, tied: boo
     assert found.hash_over(tmp_path / "base") == checkpoint_hash(tmp_path / "merged")
 
 
+def test_loading_makes_the_hash_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merging takes as long as reading the weights, and naming them needs the merged ones, too."""
+    base, adapter = written(tmp_path)
+    merged = list[str]()
+    merge = Adapter.merge
+
+    def counted(self: Adapter, name: str, weight: Tensor) -> Tensor:
+        merged.append(name)
+        return merge(self, name, weight)
+
+    monkeypatch.setattr(Adapter, "merge", counted)
+    for dtype in (torch.bfloat16, None):
+        found = Adapter(adapter, ModelConfig.from_folder(base))
+        decoder = found.load(base, dtype=dtype)
+        want = merged_tensors(base, adapter, dtype)
+        for name, got in tensors_of(decoder).items():
+            assert_same(name, got, want[name])
+        merged.clear()
+        assert found.hash_over(base) == HASH
+        assert not merged
+
+
 def test_the_hash_follows_every_part_of_the_adapter(tmp_path: Path) -> None:
     base, adapter = written(tmp_path)
     config = ModelConfig.from_folder(base)
