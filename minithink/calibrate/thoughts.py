@@ -34,8 +34,8 @@ from minithink.evaluate.datasets import Example, load_dataset
 from minithink.evaluate.grading import grade
 from minithink.evaluate.tune import allowed
 from minithink.kv.sizes import check_budget
-from minithink.policies import leaves_open, parse
 from minithink.policies import load as load_policy
+from minithink.policies import read
 from minithink.policies.thinkv import ThinKV
 from minithink.reread.attention import sparsity
 from minithink.results import record
@@ -158,8 +158,11 @@ def policy_of(args: argparse.Namespace) -> ThinKV:
     Raises:
         UsageError: the policy uses no thresholds, or sets what is calibrated.
     """
-    takes = leaves_open(args.policy, "budget")
-    policy = parse(args.policy, budget=args.budget or 1024 if takes else args.budget)
+    written = read(args.policy)
+    budget = args.budget
+    if budget is None and written.leaves_open("budget"):
+        budget = 1024
+    policy = written.make(budget=budget)
     if not isinstance(policy, ThinKV):
         raise UsageError(f"--policy {args.policy} knows no types of thoughts: give thinkv, tbe or tbq.")
     if policy.thoughts != "sparsity":

@@ -8,9 +8,9 @@ run (or of --reference-length tokens). So each sequence has its own budget, and 
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from minithink.cli.commands import finite, positive
@@ -19,14 +19,14 @@ from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget, least_kept
-from minithink.policies import leaves_open, parse
+from minithink.policies import Written, read
 
 AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A policy as the command line names it. Its text is read once for each number of tokens that it may keep.
+    """A policy as the command line names it. Its text is read once, for all budgets.
 
     Args:
         text: as in "rkv:buffer=0". Records name the policy so.
@@ -35,17 +35,21 @@ class Spec:
 
     text: str
     schedule: str | None = None
-    _made: dict[int | None, Policy] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @cached_property
+    def written(self) -> Written:
+        """What its text says. UsageError: it makes no sense."""
+        return read(self.text)
 
     @property
     def takes_budget(self) -> bool:
         """Whether --budgets decides how many tokens it keeps. UsageError: the text makes no sense."""
-        return leaves_open(self.text, "budget")
+        return self.written.leaves_open("budget")
 
     @property
     def takes_schedule(self) -> bool:
         """Likewise of --schedule."""
-        return leaves_open(self.text, "schedule")
+        return self.written.leaves_open("schedule")
 
     def policy(self, tokens: int | None = None) -> Policy:
         """A new policy.
@@ -56,14 +60,11 @@ class Spec:
         Raises:
             UsageError: the text makes no sense, or a budget is missing or does not suit it.
         """
-        if tokens not in self._made:
-            self._made[tokens] = parse(
-                self.text,
-                budget=tokens if self.takes_budget else None,
-                schedule=self.schedule if self.takes_schedule else None,
-                option="--budgets",
-            )
-        return copy.deepcopy(self._made[tokens])
+        return self.written.make(
+            budget=tokens if self.takes_budget else None,
+            schedule=self.schedule if self.takes_schedule else None,
+            option="--budgets",
+        )
 
 
 class Cell(NamedTuple):

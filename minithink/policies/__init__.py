@@ -7,14 +7,14 @@ A policy is a dataclass whose fields are its hyperparameters. On the command lin
     a:x=1,y=2,b                                (--policies) a list: a comma before a policy's name starts the next
     mine.py:Mine:budget=256                    a policy of your own: its file and class stand for the name (`own.py`)
 
-`parse` and `split` only read texts. `load` and `register` make a policy of your own known to them.
+`read`, `parse` and `split` only read texts. `load` and `register` make a policy of your own known to them.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -101,6 +101,39 @@ class _Member(NamedTuple):
     name: str
     cls: type[Policy]
     values: dict[str, Any]  # the fields that the text gives
+
+
+@dataclass(frozen=True)
+class Written:
+    """A policy or a stack as a text describes it. The text may leave a budget or a schedule open, so policies with
+    several budgets can be made of it."""
+
+    text: str
+    members: tuple[_Member, ...]
+
+    def leaves_open(self, field: str) -> bool:
+        """Whether some member has this hyperparameter and the text does not say it."""
+        return any(field in _fields(member.cls) and field not in member.values for member in self.members)
+
+    def make(self, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
+        """A new policy, or stack. Arguments and errors: as of `parse`."""
+        members = [member._replace(values=dict(member.values)) for member in self.members]
+        given = (
+            ("budget", budget, f"A budget of {quoted(budget)} tokens"),
+            ("schedule", schedule, f"The schedule {quoted(schedule)}"),
+        )
+        for key, value, what in given:
+            if value is None:
+                continue
+            takers = [member for member in members if key in _fields(member.cls)]
+            if not takers:
+                raise UsageError(f"{what} was given, and the policy {brief(self.text)} takes none: drop it.")
+            for member in takers:
+                said = member.values.setdefault(key, value)
+                if said != value:
+                    raise UsageError(f"{what} was given, and {member.name} says {key}={said}: drop one of them.")
+        policies = [_make(member, option) for member in members]
+        return policies[0] if len(policies) == 1 else Stack(policies)
 
 
 def register(cls: _Class) -> _Class:
@@ -205,13 +238,19 @@ def extended(text: str, options: str) -> str:
     return f"{text}:{options}" if given is None else f"{text},{options}"
 
 
-def leaves_open(text: str, field: str) -> bool:
-    """Whether a policy, or some member of a stack, has this hyperparameter and its text does not say it.
+def read(text: str) -> Written:
+    """What a text says, before a budget is known.
 
     Raises:
-        UsageError: the text makes no sense.
+        UsageError: an unknown policy, hyperparameter or value; a stack with the same policy twice.
     """
-    return any(field in _fields(member.cls) and field not in member.values for member in _members(text))
+    found = [_read(member) for member in _MEMBERS.split(text)]
+    classes = [member.cls for member in found]
+    for member in found:
+        times = classes.count(member.cls)
+        if times > 1:
+            raise UsageError(f"The stack {brief(text)} names {member.name} {times} times: give it once.")
+    return Written(text, tuple(found))
 
 
 def parse(text: str, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
@@ -227,34 +266,7 @@ def parse(text: str, *, budget: int | None = None, schedule: str | None = None, 
         UsageError: an unknown policy, hyperparameter, value or schedule; a budget that is missing, that no member
             takes, or that the text contradicts.
     """
-    chosen = _members(text)
-    given = (
-        ("budget", budget, f"A budget of {quoted(budget)} tokens"),
-        ("schedule", schedule, f"The schedule {quoted(schedule)}"),
-    )
-    for key, value, what in given:
-        if value is None:
-            continue
-        takers = [member for member in chosen if key in _fields(member.cls)]
-        if not takers:
-            raise UsageError(f"{what} was given, and the policy {brief(text)} takes none: drop it.")
-        for member in takers:
-            said = member.values.setdefault(key, value)
-            if said != value:
-                raise UsageError(f"{what} was given, and {member.name} says {key}={said}: drop one of them.")
-    members = [_make(member, option) for member in chosen]
-    return members[0] if len(members) == 1 else Stack(members)
-
-
-def _members(text: str) -> list[_Member]:
-    """Of a stack: its members, as the text gives them. UsageError: a class is there twice."""
-    found = [_read(member) for member in _MEMBERS.split(text)]
-    classes = [member.cls for member in found]
-    for member in found:
-        times = classes.count(member.cls)
-        if times > 1:
-            raise UsageError(f"The stack {brief(text)} names {member.name} {times} times: give it once.")
-    return found
+    return read(text).make(budget=budget, schedule=schedule, option=option)
 
 
 def _head(text: str) -> tuple[str, str | None]:

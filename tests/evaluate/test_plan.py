@@ -23,7 +23,7 @@ from minithink.evaluate.plan import (
 )
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
-from minithink.policies import POLICIES, split, takes_budget
+from minithink.policies import POLICIES, Written, read, split, takes_budget
 from tests.evaluate.draw import record
 
 
@@ -136,6 +136,19 @@ def test_policies() -> None:
     stack = cell("window+rkv+quant:fmt=fp8", 256, "interval:9").make()
     assert isinstance(stack, Stack)
     assert [(m.budget, m.schedule) for m in stack.members] == [(256, "interval:9")] * 2 + [(None, "every")]
+
+
+def test_a_text_is_read_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = list[str]()
+
+    def noted(text: str) -> Written:
+        texts.append(text)
+        return read(text)
+
+    monkeypatch.setattr("minithink.evaluate.plan.read", noted)
+    cells = plan(specs("rkv:buffer=0", "window+quant:fmt=fp8"), [64, 128, 0.5])
+    assert [one.make(longest=77).budget for one in cells] == [None, 64, 128, 77, 64, 128, 77]
+    assert sorted(texts) == ["full", "rkv:buffer=0", "window+quant:fmt=fp8"]
 
 
 def test_every_policy_of_a_spec_is_a_new_one() -> None:

@@ -131,7 +131,7 @@ def test_reading_a_text_runs_no_file(mine: Path) -> None:
     mine.write_text("raise SystemExit('was run')")
     text = "rkv:buffer=0,mine.py:Mine:budget=3"
     assert split(text) == ["rkv:buffer=0", "mine.py:Mine:budget=3"]
-    for read in (parse, lambda text: policies.leaves_open(text, "budget"), lookup):
+    for read in (parse, policies.read, lookup):
         with pytest.raises(UsageError, match=r"mine.py:Mine is not loaded: name it on a command line, or call"):
             read("mine.py:Mine")
     engine = minithink.load("tiny", device="cpu")

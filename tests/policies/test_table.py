@@ -15,7 +15,7 @@ from minithink import policies
 from minithink.errors import UsageError
 from minithink.kv.contract import Policy
 from minithink.kv.stack import Stack
-from minithink.policies import POLICIES, lookup, parse, split, takes_budget
+from minithink.policies import POLICIES, lookup, parse, read, split, takes_budget
 from minithink.policies.kivi import Kivi
 from minithink.policies.window import Window
 from tests.policies.drive import follow, held
@@ -93,6 +93,14 @@ def test_the_example_of_each_notation() -> None:
     assert isinstance(stack, Stack)
     assert stack.members == (Window(8), Kivi(4))
     assert stack.storage == Kivi(4).storage
+
+
+def test_policies_with_several_budgets_are_made_of_one_text() -> None:
+    both = read("window+quant:fmt=fp8")
+    assert both.leaves_open("budget")
+    assert [both.make(budget=budget).budget for budget in (64, 32)] == [64, 32]
+    assert not read("window:budget=9").leaves_open("budget")
+    assert not read("kivi").leaves_open("budget")
 
 
 def test_a_plus_of_a_number_is_no_stack(foreign: None) -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from minithink.policies import POLICIES, leaves_open, parse
+from minithink.policies import POLICIES, parse, read
 from minithink.results import sources
 from minithink.results.sources import files_of, normal, source_of
 
 
 def files(text: str) -> dict[str, tuple[str, ...]]:
-    return files_of(parse(text, budget=2**20 if leaves_open(text, "budget") else None))
+    written = read(text)
+    return files_of(written.make(budget=2**20 if written.leaves_open("budget") else None))
 
 
 def test_the_files_of_a_policy_are_those_that_it_runs() -> None:
