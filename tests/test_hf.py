@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_close
 from tests.conftest import PROFILE
 from tests.kv.run import feed, informed
+from tests.own_policies import MINE, unloaded
 from tests.policies.test_laws import CLOSE, OPEN, ROUNDING, STACKS, decoder_of
 from tests.policies.test_laws import TEXTS as SMALL
 from tests.strategies import example_config, random_decoder
@@ -167,6 +169,11 @@ def plain_generate(model: Any, inputs: dict[str, Tensor], steps: int, **options:
     out = model.generate(**inputs, max_new_tokens=steps, do_sample=False, **options)
     tokens: list[list[int]] = out[:, inputs["input_ids"].shape[1] :].tolist()
     return tokens
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).requires_grad_(False)
 
 
 @pytest.fixture
@@ -322,6 +329,40 @@ def test_the_report_says_what_was_kept_and_which_budgets_bound() -> None:
     loose = hf.cache(model, "window:budget=400")
     plain_generate(model, padded(prompts_of(61, (12, 3), 2)), 11, **{CACHE: loose})
     assert "limited none of 2 sequences" in str(loose.report())
+
+
+def test_a_policy_of_ones_own_runs_by_its_file_or_as_an_object(tmp_path: Path) -> None:
+    model = small_model()
+    inputs = padded(prompts_of(61, (12, 3), 2))
+    want = plain_generate(model, inputs, 11, **{CACHE: hf.cache(model, "window:budget=8")})
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    with unloaded():
+        cache = hf.cache(model, f"{file}:Mine:budget=8")
+        assert plain_generate(model, inputs, 11, **{CACHE: cache}) == want
+    policy = parse("window:budget=8")
+    for _ in range(2):  # the cache has a copy of its own
+        assert plain_generate(model, inputs, 11, **{CACHE: hf.cache(model, policy)}) == want
+    with pytest.raises(UsageError, match="is the class of a policy: give an object"):
+        hf.cache(model, type(policy))
+
+
+def test_samples_of_a_prompt_are_sequences_of_their_own() -> None:
+    model = small_model()
+    inputs = padded(prompts_of(61, (12, 3), 2))
+    found = []
+    for cache in (transformers.DynamicCache(), hf.cache(model, "full")):
+        torch.manual_seed(1)
+        out = model.generate(**inputs, max_new_tokens=9, do_sample=True, num_return_sequences=3, **{CACHE: cache})
+        found.append(out.tolist())
+    assert found[1] == found[0]
+    assert [s.prompt for s in cache.report().sequences] == [12, 12, 12, 3, 3, 3]
+
+
+def test_a_setting_that_cannot_pay_is_warned_of(tiny: Any) -> None:
+    with pytest.warns(UserWarning, match="dynts evicts at most .* it never pays") as found:
+        hf.cache(tiny, "dynts:budget=200,ratio=0.9", max_length=220)
+    assert found[0].filename == __file__
 
 
 # The model stays as it was -----------------------------------------------------------------------------------------
@@ -550,11 +591,6 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
 
 
 # On the embedded model, with its tokenizer and its calibrations ----------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).requires_grad_(False)
 
 
 @pytest.mark.parametrize(

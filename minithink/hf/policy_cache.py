@@ -16,6 +16,7 @@ The life of a cache:
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -29,10 +30,11 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.hf.known import Known, ids_of
 from minithink.hf.passes import Hooks, OfModel, Pass, Rotated
 from minithink.hf.report import Report, SequenceReport, report_of, summed
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
+from minithink.kv.stack import members
 from minithink.model import Rope
 from minithink.text.thinking import CLOSE, OPEN, Stage
 
@@ -114,7 +116,23 @@ class PolicyCache(Cache):
         self._padding: set[int] = set()  # tokens that may come behind an end token
         self._columns = 0  # of the pass that is under way
         self._failed = False  # whether a pass has not come to its end
+        self._warn()
         Hooks(known.decoder, self)
+
+    def _warn(self) -> None:
+        """Say what the policy must say of its settings on this model."""
+        shape = Shape.of(
+            self.known.config,
+            self.policy,
+            rows=1,
+            tokens=self.max_length,
+            device=self.known.device,
+            dtype=self.known.dtype,
+        )
+        for member in members(self.policy):
+            caution = member.caution(shape)
+            if caution:
+                warnings.warn(f"{caution}.", stacklevel=4)  # where minithink.hf.cache is called
 
     # -- what users call
 
