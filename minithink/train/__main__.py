@@ -45,7 +45,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from minithink.backend import device_of
-from minithink.checkpoint.gguf_file import is_gguf
+from minithink.checkpoint.gguf_file import GGUF, is_gguf
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, save_checkpoint
 from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
@@ -53,6 +53,9 @@ from minithink.errors import MinithinkError, UsageError, quoted, reason, unwrita
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from minithink.results.files import open_to_others
+from minithink.results.files import replace as replace_file
+from minithink.tasks.prepare import CHAT_TEMPLATE
+from minithink.text.gguf_tokenizer import tokenizer_files
 from minithink.text.tokenizer import Tokenizer
 from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
 from minithink.train.lora import Lora, Shape, ids_of
@@ -343,6 +346,28 @@ def export_settings(folder: Path, decoder: Decoder, tokenizer_folder: Path, prog
     (folder / "training.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")
 
 
+def write_tokenizer(path: Path, folder: Path) -> None:
+    """Write the tokenizer of a GGUF file as the files that a run copies. Without a chat template it gets that of the
+    puzzles.
+
+    Args:
+        path: the GGUF file.
+        folder: where tokenizer.json, tokenizer_config.json and chat_template.jinja are written.
+
+    Raises:
+        MinithinkError: the file's tokenizer cannot be read, or the folder not be written.
+    """
+    template = Tokenizer.from_folder(path).chat_template or CHAT_TEMPLATE
+    tokenizer, settings = tokenizer_files(GGUF.read(path).fields)
+    settings.pop("chat_template", None)
+    try:
+        replace_file(folder / "tokenizer.json", json.dumps(tokenizer, ensure_ascii=False, indent=1) + "\n")
+        replace_file(folder / "tokenizer_config.json", json.dumps(settings, ensure_ascii=False, indent=1) + "\n")
+        replace_file(folder / "chat_template.jinja", template)
+    except OSError as error:
+        raise unwritable("The tokenizer", folder, error, "--output") from None
+
+
 def train(
     recipe: Recipe,
     config: ModelConfig,
@@ -577,7 +602,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
-    parser.add_argument("--init", type=Path, help="continue from the weights in this folder; it decides the shape")
+    parser.add_argument("--init", type=Path, help="continue from the weights in this folder or GGUF file")
     parser.add_argument("--tokenizer", type=Path, help="default: that of --init, or else of the embedded model")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
@@ -626,7 +651,8 @@ def _main(argv: list[str] | None) -> int:
         recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         folder = args.tokenizer or args.init or Path(__file__).parents[1] / "assets" / "tiny"
         if is_gguf(folder):
-            raise UsageError(f"{folder} is a GGUF file, and what is trained needs a tokenizer's folder: --tokenizer.")
+            write_tokenizer(folder, args.output)
+            folder = args.output
         if args.init is None:
             # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
             vocab = -(-Tokenizer.from_folder(folder).vocab_size // 64) * 64

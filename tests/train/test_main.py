@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, GGUFWriter
 from torch.nn.attention.flex_attention import create_block_mask
 
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder
@@ -23,6 +24,7 @@ from minithink.train import __main__ as train
 from minithink.train import data as train_data
 from minithink.train.data import IGNORE, PADDING, Documents, Recipe, Schedule
 from tests.compare import assert_close
+from tests.gguf_files import add_tokenizer, write_gguf
 
 RECIPE = Recipe(
     tokens=92_160,
@@ -463,3 +465,25 @@ def test_training_ends_when_documents_no_longer_fit(tmp_path, config, monkeypatc
     monkeypatch.setattr(Documents, "check", lambda documents: None)
     with pytest.raises(train.UsageError, match=r"^The shortest of 1,000 documents .* permit 50: .*\.$"):
         run(tmp_path, replace(config, max_position=50), RECIPE, workers=workers)
+
+
+def test_a_gguf_file_brings_its_tokenizer(tmp_path):
+    """The folder of a run has the tokenizer as files. Without a chat template it gets that of the puzzles."""
+    path = tmp_path / "start.gguf"
+    output = tmp_path / "run"
+    spec = json.loads((TINY / "tokenizer.json").read_text())
+    known = Tokenizer.from_folder(TINY)
+
+    def add(writer: GGUFWriter) -> None:
+        add_tokenizer(writer, spec, "llama-bpe")
+        writer.add_add_bos_token(False)
+
+    write_gguf(path, "llama", kind=GGMLQuantizationType.F32, add=add, vocab_size=known.vocab_size)
+    words = ["--init", str(path), "--output", str(output), "--device", "cpu", "--workers", "0", "--context", "512"]
+    words += ["--tokens", "512", "--batch-tokens", "512", "--row-tokens", "512", "--share", "facts=1"]
+    assert train.main([*words, "--sizes", "facts=1-2-2", "--long-share", "0"]) == 0
+    assert load_decoder(output).config.vocab_size == known.vocab_size
+    found = Tokenizer.from_folder(output)
+    text = "<|user|>Facts (mod 100): zum = 1. Find zum.<|assistant|><think>\nSo, zum.\n\nWait</think>1<|end|>"
+    assert found.encode(text) == known.encode(text)
+    assert found.chat_template == known.chat_template
