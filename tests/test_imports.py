@@ -90,11 +90,13 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "evaluate": ("stream", "engine", "results.record", "trace.recorder"),
     "analysis": ("stream", "engine", "results.record"),
     "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
+    "check": ("stream", "engine"),
     "train": (),
     "models": ("evaluate",),  # `models texts` gets what `evaluate loss` reads
     "bench": ("stream", "engine", "results.record", "evaluate"),
     "__main__": (
         "generate",
+        "check",
         "evaluate",
         "trace",
         "calibrate",

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import types
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minithink.backend import Backend
 from minithink.config import ModelConfig
 from minithink.kv.batch import Batch
 from minithink.kv.contract import Edit, Evict, Policy, Scope, See, Step, Storage, keep_best
@@ -292,33 +290,6 @@ def open_now(store: PagedStore, opened: Tensor, thought: Tensor) -> None:
     at = torch.arange(len(opened), device=opened.device)
     store.open_segment(at, opened, thought)
     store.begin_segments(at, opened)
-
-
-def owned_bytes(*roots: object) -> int:
-    """Bytes of all tensors that can be reached from objects by their attributes and items; views count once.
-
-    Constants of the model (weights, RoPE's tables) are the model's own.
-    """
-    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in _tensors(roots, set())) if s.nbytes()}
-    return sum(storages.values())
-
-
-def _tensors(x: object, seen: set[int]) -> Iterator[Tensor]:
-    foreign = (Rope, Backend, ModelConfig, nn.Module, type, types.ModuleType, types.FunctionType, types.MethodType)
-    if id(x) in seen or isinstance(x, foreign):
-        return
-    seen.add(id(x))
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, Mapping):
-        for item in x.values():
-            yield from _tensors(item, seen)
-    elif isinstance(x, (list, tuple, set, frozenset)):
-        for item in x:
-            yield from _tensors(item, seen)
-    elif hasattr(x, "__dict__"):
-        for item in vars(x).values():
-            yield from _tensors(item, seen)
 
 
 def state_of(manager: KVManager, seq: int) -> tuple[int, int, int]:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from minithink.check import owned_bytes
 from minithink.kv.contract import SCOPES, Demand, Policy, Scope, See, Shape, Storage
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
-from tests.kv.run import Cut, Full, feed, manager_for, owned_bytes
+from tests.kv.run import Cut, Full, feed, manager_for
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)

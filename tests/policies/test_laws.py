@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.check import owned_bytes
 from minithink.checkpoint.weights import tensors_of
 from minithink.errors import UsageError
 from minithink.kv.manager import KVManager
@@ -20,7 +21,7 @@ from minithink.kv.stack import Stack
 from minithink.model import Decoder, Rope
 from minithink.policies import POLICIES, parse
 from tests.compare import assert_close, assert_same, margins
-from tests.kv.run import feed, informed, kept, manager_for, observed, owned_bytes, text_of
+from tests.kv.run import feed, informed, kept, manager_for, observed, text_of
 from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
