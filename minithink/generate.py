@@ -58,7 +58,9 @@ def _main(argv: list[str] | None) -> int:
         from minithink.policies import POLICIES, describe, summary_of
 
         for name, policy in POLICIES.items():
-            print(f"{name:16} {summary_of(policy)}\n{'':16}   {describe(policy)}")
+            print(f"{name:16} {summary_of(policy)}")
+            for option, meaning in describe(policy).items():
+                print(f"    {option:42} {meaning}".rstrip())
         return 0
     return run(args)
 

@@ -21,7 +21,7 @@ class Mine(Scored):
     """Keep the newest, or the oldest."""
 
     budget: int | None = None
-    sign: float = 1.0
+    sign: float = 1.0  # 1: the newest stay; -1: the oldest
     which: Literal["new", "old"] = "new"
     schedule: str = "every"
 

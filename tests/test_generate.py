@@ -99,15 +99,23 @@ def test_policies_are_listed(capsys: Capture) -> None:
 
     assert main("--list-policies") == 0
     said = capsys.readouterr().out.splitlines()
-    lines, fields = said[::2], said[1::2]
-    assert [line.split()[0] for line in lines] == list(POLICIES)
-    said_of = {policy: line.strip() for policy, line in zip(POLICIES, fields, strict=True)}
-    assert said_of["window"] == "budget=none (a whole number), schedule=every, protect_prompt=false"
-    assert "seed=0, scope=head (layer, sequence)," in said_of["random"]
-    assert said_of["full"] == "no options"
-    for policy, line in zip(POLICIES.values(), lines, strict=True):
+    heads = [i for i, line in enumerate(said) if not line.startswith(" ")]
+    assert [said[i].split()[0] for i in heads] == list(POLICIES)
+    for policy, i in zip(POLICIES.values(), heads, strict=True):
         assert policy.summary
-        assert policy.summary in line
+        assert policy.summary in said[i]
+    ends = [*heads[1:], len(said)]
+    options = {name: said[i + 1 : end] for name, i, end in zip(POLICIES, heads, ends, strict=True)}
+    assert [line.split()[0] for line in options["window"]] == [
+        "budget=none",
+        "schedule=every",
+        "protect_prompt=false",
+    ]
+    assert "    scope=head (layer, sequence)               lanes that share a lot" in options["random"]
+    assert options["full"] == []
+    for name, lines in options.items():
+        for line in lines:
+            assert len(re.split("  +", line.strip())) == 2 or len(line) > 48, f"{name} does not explain {line}"
 
 
 def test_a_policy_of_ones_own_is_listed_and_runs(
@@ -119,7 +127,8 @@ def test_a_policy_of_ones_own_is_listed_and_runs(
         assert main("--policy", "mine.py:Mine", "--list-policies") == 0
         said = capsys.readouterr().out
         assert "mine.py:Mine     Keep the newest, or the oldest.\n" in said
-        assert "budget=none (a whole number), sign=1.0, which=new (old), schedule=every" in said
+        assert "    sign=1.0                                   1: the newest stay; -1: the oldest\n" in said
+        assert "    which=new (old)\n" in said
         argv = (*model, "Alpha sits", "--temperature", 0, "--max-new-tokens", 20)
         [row] = json_of(capsys, *argv, "--policy", "mine.py:Mine:which=old", "--budget", 9)
         assert row["kv_tokens"] == 9

@@ -34,6 +34,7 @@ from minithink.policies.h2o import H2O
 from minithink.policies.kivi import Kivi
 from minithink.policies.lazy_eviction import LazyEviction
 from minithink.policies.morphkv import MorphKV
+from minithink.policies.options import meanings
 from minithink.policies.pm_kvq import PMKVQ
 from minithink.policies.pyramidkv import PyramidKV
 from minithink.policies.quant import Quant
@@ -431,22 +432,25 @@ def summary_of(cls: type[Policy]) -> str:
     return "" if first.startswith(f"{cls.__name__}(") else first  # what @dataclass writes where there is none
 
 
-def describe(cls: type[Policy]) -> str:
-    """All hyperparameters with their defaults, as on the command line; in brackets what else they take, where that is
-    not another number, text, or the other of true and false."""
+def describe(cls: type[Policy]) -> dict[str, str]:
+    """All hyperparameters with their defaults, as on the command line → what each means, "" where nothing says it. In
+    brackets stands what else an option takes, where that is not another number, text, or the other of true and
+    false."""
+    said_of = meanings(cls)
     hints = _hints(cls)
-    out = []
+    out = {}
     for name, f in _fields(cls).items():
+        meaning = said_of.get(name, "")
         others = _others(hints[name], f.default)
         said = f" ({', '.join(others)})" if others else ""
         if f.default is MISSING:
-            out.append(f"{name}{said}")
+            out[f"{name}{said}"] = meaning
             continue
         default = str(f.default)
         if f.default is None or isinstance(f.default, bool):
             default = default.lower()
-        out.append(f"{name}={default}{said}")
-    return ", ".join(out) or "no options"
+        out[f"{name}={default}{said}"] = meaning
+    return out
 
 
 def _others(hint: Any, default: Any) -> list[str]:

@@ -44,7 +44,7 @@ class SkipKV(Steered, Scored):
 
     budget: int | None = None  # B, tokens of a KV head, the prompt's included
     skip: bool = True  # whether sentences are penalised; false: tokens leave by importance and redundancy alone
-    steering: bool = True
+    steering: bool = True  # add a vector to the residual stream, against doubts
     gamma: float = 0.02  # γ, added to α_t for each non-execution sentence
     sigma: float = 0.1  # σ, weight of importance against redundancy, 0 to 1
     tau: float = 0.95  # τ, similarity above which the earlier of two sentences is penalised, 0 to 1

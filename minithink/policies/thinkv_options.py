@@ -30,7 +30,7 @@ class ThinKVOptions(Policy):
     budget: int | None = None  # k, tokens that a lane may hold, prompt and buffer included; None: no limit
     tau: int = 128  # τ, tokens of a segment
     retention: str = "64/32/16/8/4"  # R: a segment that is annealed the n-th time keeps the n-th number of tokens
-    hard_budget: bool = True
+    hard_budget: bool = True  # never hold more than the budget; false: all ended segments keep their minimum
     precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2; T0 drops transitions
     v_precision: str = ""  # bits of values; "": the same as of keys
     four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format that has 4 bits

@@ -38,7 +38,7 @@ class VaSE(Scored):
     """Large values, and a sample by attention; or the largest sketched products of key and value."""
 
     budget: int | None = None  # B, tokens that a KV head keeps, the prompt's and the last b included
-    variant: Literal["attnv", "dkv"] = "attnv"
+    variant: Literal["attnv", "dkv"] = "attnv"  # which of the method's two scores is used
     buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
     n_large: int | None = None  # tokens of L; None: a quarter of the budget, and at least n_sink
     n_sink: int = 4  # sinks: tokens at the first positions, which stay
