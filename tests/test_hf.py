@@ -131,16 +131,17 @@ def in_minithink(decoder: Decoder, policy: Policy, prompts: Sequence[list[int]],
 
 
 class Watching(transformers.LogitsProcessor):
-    """Looks at the cache after every pass, and draws CLOSE as token number CLOSES."""
+    """Looks at the cache after every pass, and draws CLOSE as token number `closes`."""
 
-    def __init__(self, cache: Any, run: Run) -> None:
+    def __init__(self, cache: Any, run: Run, closes: int = CLOSES) -> None:
         self.cache = cache
         self.run = run
+        self.closes = closes
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         manager = self.cache.manager
         self.run.kept.append([lanes(manager, seq) for seq in self.cache.running])
-        if len(self.run.kept) - 1 == CLOSES:
+        if len(self.run.kept) - 1 == self.closes:
             scores = scores.clone()
             scores[:, CLOSE] = scores.max() + 1
         return scores
@@ -600,7 +601,7 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         "seal",
         "dynts:budget=240",
         "thinkv:budget=240",
-        "crystal_kv:budget=240",
+        "crystal_kv:budget=150,protect_prompt=false",
         "sepllm:budget=150",
     ],
 )
@@ -614,9 +615,11 @@ def test_policies_that_read_text_and_calibrations_do_as_in_the_engine(text: str,
         pass
     ids = torch.tensor([engine.prompt_ids(question)])
     cache = hf.cache(tiny, text, max_length=ids.shape[1] + 120)
-    [got] = plain_generate(tiny, {"input_ids": ids}, 120, **{CACHE: cache})
+    run = Run()
+    looking = [Watching(cache, run, closes=-1)]
+    [got] = plain_generate(tiny, {"input_ids": ids}, 120, logits_processor=looking, **{CACHE: cache})
     assert got == stream.result.token_ids
-    assert lanes(cache.manager, 0) == held[-1]
+    assert [kept for [kept] in run.kept] == held
     [report] = cache.report().sequences
     assert report.bytes == stream.result.kv_bytes
     assert report.evicted == stream.result.kv_evicted > 0 or text == "seal"
