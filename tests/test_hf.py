@@ -213,6 +213,22 @@ def test_pages_do_the_same(text: str, tags: None) -> None:
     assert got.kept == want.kept
 
 
+@pytest.mark.parametrize("text", ["full", "kivi:group=16,residual=16,block=4", "rkv:budget=16,buffer=6,alpha=4"])
+def test_pages_grow_where_nothing_limits_a_text(text: str, tags: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minithink.hf.policy_cache.FIRST", 4)
+    decoder = decoder_of(0)
+    model = model_of(decoder)
+    prompts = prompts_of(decoder.config.vocab_size, LENGTHS[:3], 4)
+    want = in_transformers(model, hf.cache(model, text), prompts, 45)
+    cache = hf.cache(model, text, pages=True)
+    got = in_transformers(model, cache, prompts, 45)
+    assert got.tokens == want.tokens
+    assert got.kept == want.kept
+    full = hf.cache(model, "full", pages=True)
+    in_transformers(model, full, prompts, 1)
+    assert full.manager.store.pages.count < cache.manager.store.pages.count or text != "full"
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pages", [False, True])
 def test_a_gpu_does_the_same_in_less_memory(pages: bool) -> None:

@@ -39,6 +39,7 @@ from minithink.model import Rope
 from minithink.text.thinking import CLOSE, OPEN, Stage
 
 AGAIN = "make a new cache for every call of generate, or call reset() between them"
+FIRST = 256  # tokens behind the prompts for which a pool that grows has room at first
 DYNAMIC = ("dynamic", "longrope")  # kinds of RoPE whose frequencies depend on the length of the text
 
 
@@ -107,6 +108,7 @@ class PolicyCache(Cache):
         self.known = known
         self.policy = policy
         self.max_length = known.config.max_position if max_length is None else max_length
+        self._grows = max_length is None
         self.ends = frozenset(ends)
         self.pages = pages
         self.manager: KVManager | PlainCache | None = None
@@ -272,8 +274,10 @@ class PolicyCache(Cache):
         policy = copy.deepcopy(self.policy)
         if not self.pages:
             return PlainCache(known.config, rope, policy, backend=REFERENCE, **options)
+        # With a limit the pool has its final size, and without one it grows.
+        first = prompt + FIRST if self._grows else None
         backend = choose("auto", known.device)
-        return KVManager(known.config, rope, policy, backend=backend, prompt=prompt, **options)
+        return KVManager(known.config, rope, policy, backend=backend, prompt=prompt, first=first, **options)
 
     def _think_ids(self) -> tuple[int | None, int | None]:
         """The tokens that open and close the think stage."""

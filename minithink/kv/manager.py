@@ -114,6 +114,7 @@ class KVManager:
         think_ids: tuple[int | None, int | None] = (None, None),
         pages: int | None = None,
         columns: int | Literal["fit"] | None = None,
+        first: int | None = None,
     ) -> None:
         """
         Args:
@@ -128,6 +129,8 @@ class KVManager:
             columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
                 all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
                 into.
+            first: the pool has room for sequences of so many tokens at first, and grows; not with fixed `columns`.
+                None: it has its final size.
         """
         for member in members(policy):
             checks.declared(member)
@@ -139,7 +142,9 @@ class KVManager:
         self.think_ids = think_ids
         self.shape = Shape.of(config, policy, rows=rows, tokens=tokens, device=device, dtype=dtype)
         self.prompt = tokens if prompt is None else prompt
-        need = needs(policy, config.head_dim, dtype, tokens, self.prompt)
+        self.grows = first is not None
+        longest = tokens if first is None else min(first, tokens)
+        need = needs(policy, config.head_dim, dtype, longest, self.prompt)
         self._fits = columns == "fit"
         if columns == "fit":
             columns = need.width
@@ -372,6 +377,8 @@ class KVManager:
         group = self.sequences.ready(seqs)
         if self.device.type == "cpu":
             self._check_limits()
+        if self.grows:
+            self.store.make_room(len(group.rows), 1)
         try:
             self._store_what_waits()
             self.fit_columns(1)
@@ -677,6 +684,8 @@ class KVManager:
         """
         group = self.sequences.announced(seqs, counts)
         if group.known[0].clock < 0:
+            if self.grows:
+                self.store.make_room(len(group.rows), max(counts))
             self._store_what_waits()
             self.fit_columns(max(counts))
             prompts = PromptPass(self.parts, group, counts, tokens or ())

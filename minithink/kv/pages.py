@@ -19,6 +19,7 @@ from torch import Tensor
 from minithink.backend import Backend
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Storage
+from minithink.kv.table import lengthened
 from minithink.quant import parse_pair
 from minithink.quant.format import Format
 from minithink.quant.plain import DTYPES, Plain
@@ -141,6 +142,18 @@ class Pages:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors."""
         return self.pool, self.side, self.group_params, self.scale
+
+    def grow(self, pages: int, groups: int) -> None:
+        """Add so many pages, and groups of keys by token, which are free. Tensors are replaced by longer ones."""
+        self.pool = lengthened(self.pool, self.count, pages)
+        self.side = lengthened(self.side, self.count, pages)
+        self.group_params = lengthened(self.group_params, self.groups, groups)
+        self.count += pages
+        self.trash_page += pages
+        self.zero_page += pages
+        self.groups += groups
+        self.__dict__.pop("codes", None)  # views of the old tensors
+        self.__dict__.pop("sides", None)
 
     # -- slots of one format as rows of a matrix
 

@@ -41,7 +41,7 @@ from torch import Tensor
 from minithink.kv.contract import BUFFER, Storage
 from minithink.kv.lists import Lists
 from minithink.kv.pages import Pages
-from minithink.kv.table import BlockTable, FreeList
+from minithink.kv.table import BlockTable, FreeList, lengthened
 from minithink.ref.allocate import allocate
 from minithink.ref.evict import release_groups
 
@@ -84,6 +84,18 @@ class Slots:
         """The format of the tokens at these places, an index into Storage.formats; BUFFER in the ring."""
         page = (place // self.table.stride).clamp(min=0).long()
         return torch.where(place < 0, BUFFER, self.table.format[page])
+
+    def grow(self, pages: int, groups: int) -> None:
+        """Add so many pages, and groups of keys by token, which are free. Places stay as they are."""
+        before = self.pages.count
+        self.pages.grow(pages, groups)
+        self.table.grow(pages)
+        none = self.free_groups.count
+        self.free_groups.grow(groups)
+        self.group_uses = lengthened(self.group_uses, none, groups)
+        if self.group_of.numel():
+            group_of = torch.where(self.group_of >= none, self.group_of + groups, self.group_of)
+            self.group_of = lengthened(group_of, before, pages, value=none + groups + 1)
 
     # -- room: the host checks it before anything changes
 

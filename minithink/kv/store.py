@@ -202,6 +202,35 @@ class PagedStore:
             )
         self._widen(longest)
 
+    def make_room(self, rows: int, count: int) -> None:
+        """Make the pool larger, if a step might find it too small, whatever the policy does. Captured graphs know the
+        addresses of its tensors, so this is for steps that are not captured.
+
+        Args:
+            rows: that take part in the step.
+            count: tokens that each may append.
+        """
+        lt, _, ht = self.shape.tables
+        units = lt * rows * ht
+        layouts = self.pages.layouts
+        # New tokens, and a full ring. If there are several formats, all tokens of a lane may move to another one.
+        moving = count + self.storage.buffer
+        if len(layouts) > 1:
+            moving += max(self.lists.longest)
+        fewest = min(lay.slots for lay in layouts)
+        pages = units * len(layouts) * (-(-moving // fewest) + 1)
+        groups = 0
+        sizes = [lay.k.group for lay in layouts if lay.by_token]
+        if sizes:
+            groups = units * len(sizes) * (-(-moving // min(sizes)) + 1)
+        free_pages = self.slots.table.free_pages
+        free_groups = self.slots.free_groups
+        if free_pages.has(pages) and free_groups.has(groups):
+            return
+        more_pages = max(pages, free_pages.count // 2)
+        more_groups = max(groups, free_groups.count // 2) if sizes else 0
+        self.slots.grow(more_pages, more_groups)
+
     def _widen(self, longest: list[int]) -> None:
         """Make the lists wide enough for so many tokens of each row."""
         self.lists.longest = longest

@@ -69,6 +69,24 @@ class FreeList:
                 f"{self.count:,} are free; use a smaller --batch-size, budget or --max-new-tokens."
             )
 
+    def has(self, most: int) -> bool:
+        """Whether so many numbers are free. The device's count is read only if the host's does not suffice."""
+        if most > self.at_least:
+            self.at_least = self.free
+        return most <= self.at_least
+
+    def grow(self, more: int) -> None:
+        """Add so many numbers behind the last one; they are free."""
+        stack = self.stack.new_zeros(self.count + more + 1)
+        stack[: self.count] = self.stack[: self.count]
+        new = torch.arange(more, device=stack.device)
+        stack[self.top + new] = (self.count + new).to(torch.int32)
+        stack[-1] = self.count + more
+        self.stack = stack
+        self.top += more
+        self.count += more
+        self.at_least += more
+
     def draw(self, want: Tensor, most: int) -> Tensor:
         """A free number for every true element: bool → int32 of the same shape. False elements get `count`; true ones
         too, if no number is left (which cannot happen after `require`). most: numbers that are drawn at most."""
@@ -152,6 +170,17 @@ class BlockTable:
         """All tensors of the table and of the list of free pages."""
         of_pages = (self.live, self.taken, self.filled, self.thought, self.format)
         return *of_pages, self.page, self.free_pages.stack, self.free_pages.top
+
+    def grow(self, more: int) -> None:
+        """Add so many pages, which are free. The number that means "none" is another one then."""
+        none = self.free_pages.count
+        self.free_pages.grow(more)
+        self.live = lengthened(self.live, none, more)
+        self.taken = lengthened(self.taken, none, more)
+        self.filled = lengthened(self.filled, none, more)
+        self.thought = lengthened(self.thought, none, more)
+        self.format = lengthened(self.format, none, more, value=255)
+        self.page = torch.where(self.page == none, self.free_pages.count, self.page)
 
     def missing(
         self,
@@ -294,6 +323,13 @@ class BlockTable:
             segments=tuple(masks),
             evicted=_mask(slot < filled and slot not in begins for slot in slots),
         )
+
+
+def lengthened(x: Tensor, used: int, more: int, value: int = 0) -> Tensor:
+    """A tensor with `more` rows added. Rows from `used` on, of masked-out writes and of nothing, are as if new."""
+    longer = x.new_full((len(x) + more, *x.shape[1:]), value)
+    longer[:used] = x[:used]
+    return longer
 
 
 def _mask(bits: Iterable[bool]) -> str:
