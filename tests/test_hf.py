@@ -610,17 +610,17 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
 # On the embedded model, with its tokenizer and its calibrations ----------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "skipkv:budget=240,schedule=interval:16",
-        "seal",
-        "dynts:budget=240",
-        "thinkv:budget=240",
-        "crystal_kv:budget=150,protect_prompt=false",
-        "sepllm:budget=150",
-    ],
+READERS = (
+    "skipkv:budget=240,schedule=interval:16",
+    "dynts:budget=240",
+    "thinkv:budget=240",
+    "crystal_kv:budget=150,protect_prompt=false",
+    "seal",
+    "sepllm:budget=150",
 )
+
+
+@pytest.mark.parametrize("text", READERS if PROFILE == "nightly" else READERS[:4])
 def test_policies_that_read_text_and_calibrations_do_as_in_the_engine(text: str, tiny: Any) -> None:
     engine = load("tiny", device="cpu")
     question = load_problems("validation")[0].question
