@@ -259,7 +259,7 @@ class Step(Protocol):
     shape: Shape
     row: Tensor  # int64 [B]: number of each row that is shown, under which a policy keeps what it remembers of it
     active: Tensor  # bool [B]: rows that took part in the forward pass, their prompt read in full
-    clock: Tensor  # int32 [B]: generated tokens in the cache; 0: the prompt was just read
+    clock: Tensor  # int32 [B]: generated tokens so far, evicted ones too; 0: the prompt was just read
     prompt: Tensor  # int32 [B]: tokens of the prompt
     protects: Tensor  # int32 [B]: tokens at positions below this are `protected`
     tokens: Tensor  # int64 [B]: the newest token's id
@@ -494,7 +494,8 @@ class Policy:
         return [[(name, most) for name in (*self.storage.thoughts, *self.storage.also)]]
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Which lanes must evict now, and how many tokens each may keep: bool and int32, [Lt, B, Ht].
+        """In which lanes the policy must act now, most often by evicting, and how many tokens each may keep: bool and
+        int32, [Lt, B, Ht].
 
         Raises:
             UsageError: the policy has no budget.

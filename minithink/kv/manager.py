@@ -16,12 +16,12 @@ A decode step feeds one token to each of some sequences. Its parts, in order:
 
     prepare   the host refuses a token that does not fit
     batch     the host writes what it knows of the rows into one tensor (`batch.py`)
-    begin     tokens take slots
+    begin     segments may begin; tokens take slots (`DecodePass` in `attend.py` does it)
     attend    (per layer) rotate, append, attend; keep the observations that the policy demands
     tap       (per layer) steer the residual stream, keep it if the policy demands it
     due       the rows on which the policy will act
     tell      copy what the host must read: segments that began, and whether the pool was too small
-    advance   the host counts the tokens
+    advance   the host counts the tokens, and policies that follow the text hear them (`listen`)
     acting    the host selects the rows that are due, as a batch of their own
     decide    the policy acts on these rows, its edits are applied
     full      the host selects the rows whose buffers are full
@@ -31,10 +31,11 @@ A decode step feeds one token to each of some sequences. Its parts, in order:
 `begin` to `tell`, `decide` and `flush` read everything from tensors. `minithink/loop.py` calls them, or captures them
 as three kinds of CUDA graphs. The other parts run on the host.
 
-A prompt is read by the four calls of `plain.py`: `begin_step`, `attend`, `tap` and `end_step`. They can also feed
-one generated token to each sequence. Then `begin_step` runs the parts from `prepare` to `begin`, and `end_step` those
-from `due` to `close`. A prompt may come in chunks. Until the last chunk it is not edited and has full precision. Then
-the policy acts once, and the remaining tokens are stored in their own format; this is called settling the prompt.
+A prompt is read by the four calls of `plain.py`: `begin_step`, `attend`, `tap` and `end_step`. They can also feed one
+generated token to each sequence. Then `begin_step` runs the parts from `prepare` to `begin`, and `end_step` those
+from `due` to `close`, without `tell`, which is for graphs. A prompt may come in chunks. Until the last chunk it is
+not edited and has full precision. Then the policy acts once, and the remaining tokens are stored in their own format;
+this is called settling the prompt.
 
 The forward pass only appends to the cache; edits happen only between steps. So the policy sees the cache as the
 forward pass left it. The edits have a fixed order:
@@ -44,7 +45,7 @@ forward pass left it. The edits have a fixed order:
     3. full buffers are quantized, in the thought type of the segment that has run until now
     4. new segments begin
 
-Every sequence has its own clock, the number of its generated tokens in the cache.
+Every sequence has its own clock, the number of its generated tokens so far, evicted ones too.
 
 A manager has
 
@@ -600,7 +601,8 @@ class KVManager:
         budget[..., view.row, :] = torch.where(view.active[:, None], edit.tokens, old)
 
     def full(self) -> Batch | None:
-        """The rows whose buffers are full, for `flush`, which must follow; None: no buffer is full.
+        """The rows whose buffers are full; None: no buffer is full. They are counted as empty from now on, so `flush`
+        must follow.
 
         Raises:
             Exhausted: the pool is too small; nothing has changed, and the buffers wait.

@@ -11,8 +11,10 @@ The decoder feeds new tokens through its layers, and asks a cache four things:
     begin_step   which sequences run, and with how many new tokens each: these tokens get columns
     attend       (per layer) rotate the new queries and keys, store keys and values in these columns, attend over all
                  tokens held, the new ones included, and keep what the policy wants to see
-    tap          (per layer, and after the final norm) the residual stream passes by; a policy may steer it
-    end_step     for each sequence: the policy decides, and its edits are applied
+    tap          (per layer, and after the final norm) the residual stream passes by; a policy may steer it (`steer`),
+                 and look at the whole step behind the final norm (`watch`)
+    end_step     for each sequence: the policy hears the new tokens (`listen`), is asked whether it must act (`due`),
+                 decides (`decide`), and its edits are applied
 
 Edits happen in `end_step` alone, so the policy sees the cache as the forward pass left it. Their order is fixed:
 
@@ -26,9 +28,10 @@ A policy that only evicts, such as R-KV, causes step 2 alone. A new budget (`Set
 A prompt may be read in several steps. It has full precision, and is not edited, until its last token was read. Then
 the policy acts on it once.
 
-The file in its order: `Running` is one sequence, `Seen` what a policy demanded to see of it, and `Pass` what one
-forward pass knows of it. `PlainCache` has the four calls above, each with its helpers below it. `PlainStep` is what a
-policy is shown. Its tensors have an axis for sequences, because policies are written for batches: its length is 1.
+The file in its order: `Seen` is what a policy demanded to see of a sequence, `Running` is the sequence, and `Pass`
+what one forward pass knows of it. `PlainCache` has the four calls above, each with its helpers below it. `PlainStep`
+is what a policy is shown. Its tensors have an axis for sequences, because policies are written for batches: its
+length is 1.
 
 Letters in the shapes of tensors:
 
@@ -37,7 +40,9 @@ Letters in the shapes of tensors:
     L        layers
     Hq, Hkv  query heads and KV heads; g query heads share a KV head
     D, d     numbers of a head, and of the residual stream
-    Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
+    B        sequences that a policy is shown at once, here always 1
+    Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`).
+             Lanes that keep the same tokens share a *table*: there are Lt · Ht tables
 
 `kv/manager.py` does the same for many sequences at once, in pages, and as CUDA graphs. Property-based tests hold it
 to this file (tests/kv/test_plain.py): the same tokens, formats, budgets, bytes of numbers, and the same logits.
@@ -89,9 +94,10 @@ QUERY_BLOCK = 128  # prompt queries whose attention weights are in memory at onc
 class Seen:
     """What a policy has demanded to see of one sequence (`contract.Demand`).
 
-    `mass` and `newest` are attention weights, by layer and group rule. A generated token replaces what is demanded of
-    it by the weights of its own query. After a prompt the two differ: `mass` is then the sum over all queries of the
-    prompt, and `newest` is that of the last query alone.
+    `mass` and `newest` are attention weights, by layer and by the rule that makes one weight of those of the g query
+    heads of a KV head (`Demand.group`; `heads` is Hkv, without a rule Hq). A generated token replaces what is
+    demanded of it by the weights of its own query. After a prompt the two differ: `mass` is then the sum over all
+    queries of the prompt, and `newest` is that of the last query alone.
     """
 
     mass: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
@@ -110,12 +116,12 @@ class Running:
     """One sequence in the cache."""
 
     seq: int
-    row: int  # its slot, 0 to rows − 1: under this number the policy keeps its state of the sequence
+    row: int  # its number, 0 to rows − 1, under which the policy keeps its state of the sequence
     lanes: Lanes
     capacity: int  # tokens that the sequence may have at most
     prompt: int  # tokens of the prompt
     thinking: bool  # whether it is in the think stage
-    staged: bool  # whether it has ever been in the think stage
+    staged: bool  # whether the think stage was ever opened or closed
     budgets: dict[int, Tensor]  # id() of the policy, or of each policy of a stack → tokens, int32 [Lt, 1, Ht]
     seen: Seen = field(default_factory=Seen)
     token: int = -1  # the newest token's id; −1: it is not known
@@ -123,7 +129,7 @@ class Running:
 
     @property
     def clock(self) -> int:
-        """Generated tokens in the cache; 0: all of the prompt is there; negative: a part of it is still to come.
+        """Generated tokens so far, evicted ones too; 0: the prompt was read; negative: a part of it is still to come.
 
         `begin_step` already counts the new tokens. So in `attend` of the pass that completes a prompt this is 0, and
         of the pass that feeds the first generated token it is 1.
@@ -596,7 +602,7 @@ class PlainCache:
                 checks.within_limit(policy, lanes.count, running.budgets[id(policy)][:, 0], lanes.length)
 
     def _is_due(self, step: PlainStep) -> bool:
-        """Whether a lane must evict now."""
+        """Whether the policy must act now."""
         for policy in self.deciding:
             view = step.seen_by(policy)
             answer = policy.due(view)

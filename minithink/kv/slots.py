@@ -2,6 +2,7 @@
 
     require_pages   the host checks that there is room; if not, nothing changes
     allocate        tokens get slots, without the host (`ref/allocate.py`)
+    allocate_many   the tokens of prompts get slots
     evict           tokens leave their lists, their slots are free (`ref/evict.py`)
     release         the slots of tokens that moved to other slots are free
 
@@ -65,7 +66,8 @@ class Slots:
         self.table = BlockTable(shape, pages.count, per_page, device, table_width)
         self.overflow = torch.zeros((), dtype=torch.bool, device=device)  # the pool was too small
 
-        # Groups of keys by token; the number behind the last one means: no group.
+        # Groups of keys by token. Behind their numbers `groups` takes writes that are masked out, and `groups + 1`
+        # means: no group.
         groups = pages.groups
         grouped = any(lay.by_token for lay in pages.layouts)
         self.free_groups = FreeList(groups, "rows of key scales", device)

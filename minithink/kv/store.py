@@ -114,8 +114,8 @@ class PagedStore:
 
         _, rows, _ = shape.tables
         ring = (shape.layers, rows, shape.kv_heads, storage.buffer, 2, shape.head_dim)
-        self.ring = torch.zeros(ring, dtype=dtype, device=device)
-        # If values lag: the value that left the ring of each row last, and its position.
+        self.ring = torch.zeros(ring, dtype=dtype, device=device)  # [L, B, Hkv, buffer, 2, D]: keys, then values
+        # If values lag: the value that left the ring of each row last [L, B, Hkv, D], and its position [B].
         outgoing = (shape.layers, rows, shape.kv_heads, shape.head_dim if storage.lag else 0)
         self.outgoing = torch.zeros(outgoing, dtype=dtype, device=device)
         self.outgoing_at = torch.full((rows,), -1, dtype=torch.int64, device=device)

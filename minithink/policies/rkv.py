@@ -19,6 +19,9 @@ Redundancy R says how much a key resembles the others (`ref/redundancy.py`):
                                    newest j with C_ij > T
 
 The last rule spares the newest of the keys that resemble key i: of several copies the latest loses least.
+
+`score` below computes Z. `Scored.decide` (`scored.py`) does the rest, as for all policies with a score: it keeps the
+newest tokens, and of the older ones as many with the largest scores as there is room for.
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class Rkv(Scored):
 # Choices
 #
 # The formulas follow the authors' code, Zefan-Cai/R-KV@d15c976 `rkv/compression/r1_kv.py`, because the paper was not
-# at hand. The defaults are given as the paper's; SkipKV's paper, which follows R-KV, names λ = 0.1 and 128 tokens.
+# at hand. The code calls its defaults the paper's; SkipKV's paper, which follows R-KV, names λ = 0.1 and 128 tokens.
 #
 # When heads evict:
 #

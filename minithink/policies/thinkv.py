@@ -6,11 +6,12 @@ segment ends, φ tells the type of the next one. The paper's parts:
     φ    (§3.1, §4.1)  s: the share of cached tokens whose attention weight is below 1 % of the row's largest, in the
                        mean over the layers L*.    E if s < θ1,    R if θ1 ≤ s < θ2,    T if s ≥ θ2
     TBQ  (§4.2)        g tokens at a time are quantized in the format of their type
-    TBE  (§4.3)        segments shrink along R = {64, 32, 16, 8, 4}. A segment S_i that is selected the n-th time has
-                       |S_i| ← min(|S_i|, R_n). These are selected:
+    TBE  (§4.3)        segments shrink along R = {64, 32, 16, 8, 4}, beginning with R_1 (in the paper R_0).
+                       The n-th time that a segment c is selected, |c| ← min(|c|, R_n). These are selected:
                          case 1   when a transition ends: every segment before it
                          case 2   while |S| > k: the oldest segment of the least important type (T, then E, then R),
-                                  of those that are still above the last number of R
+                                  of those that are still above the last number of R; |S|: the tokens held
+                         beyond   if |S| > k still, segments go on to 2, 1 and 0 tokens; this is ours (`hard_budget`)
                        K-means over the segment's keys says which tokens stay: the nearest to each centroid.
     CT   (§5.2)        a page holds tokens of one type; a freed slot waits for a new token of that type, none is moved
 
@@ -113,7 +114,7 @@ class ThinKV(ThinKVOptions):
             return
         refresh = self._refresh(step)
         if self.budget is not None or self._drops:
-            yield from self.evict(step)  # first: case 1 asks for the type of the segment that ends
+            yield from self.evict(step)  # the segment that ends may be the transition of case 1
         if not step.any(refresh):
             return
         kind = self.classify(step)
@@ -169,7 +170,7 @@ class ThinKV(ThinKVOptions):
         """TBE: evict the tokens that segments may not keep. With T0 also the group of transition tokens that has just
         become complete."""
         drop = None
-        # Of every segment the column of its first token, and how many of its tokens are held.
+        # Of every segment, G in all, the column of its first token, and how many of its tokens are held.
         first, size = step.segments(self.tau, total=self.kind.shape[1])  # [Lt, B, Ht, G]
         excess = step.held() - step.budget
         if self._drops:
