@@ -30,6 +30,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
@@ -584,6 +585,10 @@ def shape_of(args: argparse.Namespace, config: ModelConfig, tokenizer_folder: Pa
         return None
     if args.init is None:
         raise UsageError("An adapter belongs to a model: give its folder with --init.")
+    if args.adapter and is_gguf(args.init):
+        raise UsageError(
+            f"{args.init} is a GGUF file, and --adapter is for a folder in safetensors: give that as --init."
+        )
     if args.head_dim:
         raise UsageError("An adapter is for the model as it is: leave --head-dim out.")
     trained = [*(args.train_tokens or []), *(args.rename_tokens or {}).values()]
@@ -647,12 +652,13 @@ def _main(argv: list[str] | None) -> int:
         )
     args = parser.parse_args(argv)
 
-    def run() -> int:
+    def run(temporary: Path) -> int:
         recipe = Recipe(**{f.name: getattr(args, f.name) for f in fields(Recipe)})
         folder = args.tokenizer or args.init or Path(__file__).parents[1] / "assets" / "tiny"
+        # A tokenizer that is made here gets a folder of this process. `export_settings` copies it with the results.
         if is_gguf(folder):
-            write_tokenizer(folder, args.output)
-            folder = args.output
+            write_tokenizer(folder, temporary / "read")
+            folder = temporary / "read"
         if args.init is None:
             # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.
             vocab = -(-Tokenizer.from_folder(folder).vocab_size // 64) * 64
@@ -663,8 +669,8 @@ def _main(argv: list[str] | None) -> int:
             config = replace(ModelConfig.from_folder(args.init), max_position=args.context)
             config = replace(config, head_dim=args.head_dim or config.head_dim)
         if args.rename_tokens and args.lora_rank is not None:
-            write_renamed(folder, args.rename_tokens, args.output)
-            folder = args.output
+            write_renamed(folder, args.rename_tokens, temporary / "renamed")
+            folder = temporary / "renamed"
         lora = shape_of(args, config, folder)
         if lora is not None:
             config = replace(config, max_position=min(args.context, ModelConfig.from_folder(args.init).max_position))
@@ -683,7 +689,9 @@ def _main(argv: list[str] | None) -> int:
         )
         return 0
 
-    return exit_code("minithink.train", run, f"interrupted; go on with --resume --output {args.output}")
+    with tempfile.TemporaryDirectory(prefix="minithink-") as temporary:
+        interrupted = f"interrupted; go on with --resume --output {args.output}"
+        return exit_code("minithink.train", lambda: run(Path(temporary)), interrupted)
 
 
 if __name__ == "__main__":

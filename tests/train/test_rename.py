@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from minithink.engine import TINY
 from minithink.errors import UsageError
 from minithink.tasks import prepare
 from minithink.text.tokenizer import Tokenizer
@@ -60,6 +61,22 @@ def test_what_cannot_be_renamed(source: Path, change: dict[str, str], said: str,
     with pytest.raises(UsageError) as error:
         write_renamed(source, NAMES | change, tmp_path)
     assert said in str(error.value)
+
+
+def test_nothing_is_written_before_the_run_begins(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So a start that is refused leaves an interrupted run as it was."""
+    renamed = ",".join(f"{old}={new}" for old, new in NAMES.items())
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "progress.safetensors").write_bytes(b"")
+    (out / "tokenizer.json").write_text("mine")
+    words = ["--init", str(TINY), "--tokenizer", str(source), "--lora-rank", "2", "--rename-tokens", renamed]
+    assert main(["--output", str(out), "--device", "cpu", *words]) == 2
+    assert "holds an interrupted run; give --resume" in capsys.readouterr().err
+    assert (out / "tokenizer.json").read_text() == "mine"
+    assert sorted(path.name for path in out.iterdir()) == ["progress.safetensors", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(
