@@ -5,6 +5,7 @@ To run it alone: pytest tests/test_hf.py
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections.abc import Sequence
@@ -567,6 +568,40 @@ def test_embeddings_are_enough_where_no_text_is_read() -> None:
     cache = hf.cache(model, "sepllm:budget=15", tokenizer=Tokenizer.from_folder(TINY))
     with pytest.raises(UsageError, match="inputs_embeds have none: give input_ids"):
         model.generate(**options, **{CACHE: cache})
+
+
+def test_a_pass_of_another_model_is_refused() -> None:
+    """Its attention would see the newest token alone."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    before = copy.deepcopy(model)
+    cache = hf.cache(model, "full")
+    ids = inputs["input_ids"]
+    for other in (small_model(), before):
+        with pytest.raises(UsageError, match=r"not one over this cache: call .* the very model that runs"):
+            plain_generate(other, inputs, 3, **{CACHE: cache})
+    with pytest.raises(UsageError, match="give the cache by its name"):
+        model.model(ids, None, None, cache)
+    want = plain_generate(model, inputs, 9)
+    assert plain_generate(model, inputs, 9, **{CACHE: cache}) == want
+
+
+def test_a_copy_of_a_model_with_a_cache_is_a_model_like_any_other() -> None:
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    cache = hf.cache(model, "full")
+    other = copy.deepcopy(model)
+    want = plain_generate(model, inputs, 9)
+    assert plain_generate(other, inputs, 9) == want
+    assert plain_generate(other, inputs, 9, **{CACHE: hf.cache(other, "full")}) == want
+    with pytest.raises(UsageError, match="not one over this cache"):
+        plain_generate(other, inputs, 9, **{CACHE: cache})
+
+
+def test_a_copy_of_a_cache_is_refused() -> None:
+    cache = hf.cache(small_model(), "full")
+    with pytest.raises(UsageError, match="A cache cannot be copied: make another"):
+        copy.deepcopy(cache)
 
 
 def test_models_and_policies_that_cannot_run_are_refused() -> None:

@@ -139,6 +139,10 @@ class Hooks:
         ]
         weakref.finalize(cache, self.remove).atexit = False
 
+    def __deepcopy__(self, memo: Any) -> Hooks:
+        """A copy of the model calls these hooks, too, and for it they do nothing."""
+        return self
+
     def remove(self) -> None:
         """Leave the model as it was."""
         self._finish()
@@ -147,6 +151,8 @@ class Hooks:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a pass, if the model is given our cache."""
+        if module is not self.decoder:
+            return
         cache = self.own()
         if self._is_under_way():  # it was interrupted, and `after` was not called
             self._finish()
@@ -166,7 +172,7 @@ class Hooks:
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End the pass. output: None if the model has raised an error."""
-        if not self._is_under_way():
+        if module is not self.decoder or not self._is_under_way():
             return
         self._finish()
         cache = self.own()

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from transformers.cache_utils import CacheLayerMixin
 from minithink.backend import REFERENCE, choose
 from minithink.errors import MinithinkError, UsageError
 from minithink.hf.known import Known, ids_of
-from minithink.hf.passes import Hooks, OfModel, Pass, Rotated
+from minithink.hf.passes import Hooks, OfModel, Pass, Rotated, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import KVManager
@@ -51,15 +52,28 @@ class Layer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PolicyCache) -> None:
+        """cache: the one that the layer is in, which it does not keep alive."""
         super().__init__()
+        self.own = weakref.ref(cache)
         self.length = 0  # columns that were fed, padding included
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to allocate here."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Pass on the new keys and values: our attention stores them."""
+        """Pass on the new keys and values: our attention stores them.
+
+        Raises:
+            UsageError: the pass is not one over this cache, so the ordinary attention would see these tokens alone.
+        """
+        cache = self.own()
+        running = under_way()
+        if cache is None or running is None or running.manager is not cache.manager:
+            raise UsageError(
+                "This pass of a model is not one over this cache: call minithink.hf.cache with the very model that "
+                "runs, not with another or a copy of it, and give the cache by its name, past_key_values=cache."
+            )
         return key_states, value_states
 
     def get_seq_length(self) -> int:
@@ -98,7 +112,7 @@ class PolicyCache(Cache):
             ends: tokens behind which a sequence has ended.
             pages: keep keys and values in pages.
         """
-        super().__init__(layers=[Layer() for _ in range(known.config.num_layers)])
+        super().__init__(layers=[Layer(self) for _ in range(known.config.num_layers)])
         if policy.pull and known.decoder.rotary_emb.rope_type in DYNAMIC:
             kind = known.decoder.rotary_emb.rope_type
             raise UsageError(
@@ -158,6 +172,12 @@ class PolicyCache(Cache):
         self._failed = False
         for layer in self.layers:
             layer.length = 0
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused: no model would know of the copy."""
+        raise UsageError(
+            "A cache cannot be copied: make another with minithink.hf.cache, which reads the prompt again."
+        )
 
     # -- a pass; `Hooks` calls these
 
