@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -443,21 +443,58 @@ def test_a_pass_that_fails_leaves_the_model_as_it_was(error: type[BaseException]
         plain_generate(model, inputs, 9, **{CACHE: cache})
 
 
+def meanwhile(module: Any, other: Callable[[], Any]) -> list[Any]:
+    """Call `other` in another thread as soon as this one comes to the module → what it returns, or its error."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(other())
+        except MinithinkError as error:
+            found.append(error)
+
+    def hook(*_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handle.remove()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+
+    handle = module.register_forward_pre_hook(hook)
+    return found
+
+
 def test_another_thread_has_its_own_attention() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (9, 4), 2))
     want = plain_generate(model, inputs, 5)
-    found = []
-
-    def meanwhile(*_: Any) -> None:
-        if threading.current_thread() is threading.main_thread() and not found:
-            other = threading.Thread(target=lambda: found.append(plain_generate(model, inputs, 5)))
-            other.start()
-            other.join()
-
-    model.model.layers[0].register_forward_hook(meanwhile)
+    found = meanwhile(model.model.layers[1], lambda: plain_generate(model, inputs, 5))
     plain_generate(model, inputs, 5, **{CACHE: hf.cache(model, "window:budget=6")})
     assert found == [want]
+
+
+def test_two_threads_use_caches_of_their_own() -> None:
+    """The pass that ends first leaves the attention of the other as it is."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    want = plain_generate(model, inputs, 9)
+    mine = hf.cache(model, "full")
+    its = hf.cache(model, "full")
+    found = meanwhile(model.model.layers[1], lambda: plain_generate(model, inputs, 9, **{CACHE: its}))
+    assert plain_generate(model, inputs, 9, **{CACHE: mine}) == want
+    assert found == [want]
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_two_threads_with_one_cache_are_refused() -> None:
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    want = plain_generate(model, inputs, 9)
+    cache = hf.cache(model, "full")
+    found = meanwhile(model.model.layers[1], lambda: plain_generate(model, inputs, 9, **{CACHE: cache}))
+    assert plain_generate(model, inputs, 9, **{CACHE: cache}) == want
+    assert "A pass over this cache is under way in another thread" in str(found[0])
 
 
 def test_the_model_may_be_called_without_generate() -> None:

@@ -10,7 +10,8 @@ that is set here has the original name in it, so that the original can be found 
     sdpa  ──► minithink:sdpa  ──► sdpa
 
 Only the thread that runs the pass sees it. If anything else calls the model while the name is set, such as another
-thread, its attention is the original one.
+thread, its attention is the original one. Two threads may run passes over caches of their own: the last that ends
+sets the original name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from minithink.config import ModelConfig
+from minithink.errors import UsageError
 from minithink.kv.contract import Policy, See
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
@@ -38,6 +40,8 @@ PREFIX = "minithink:"  # of the names of our attention
 CACHE_NAMES = ("past_key_values", "cache")  # a model's argument for its cache, up to transformers 5.23 and later
 
 _thread = threading.local()
+_passing: dict[int, set[Pass]] = {}  # the passes that are under way over a model, by the id of its config
+_lock = threading.RLock()  # of `_passing`; a cache that is collected meanwhile takes it once more
 
 
 def under_way() -> Pass | None:
@@ -132,6 +136,7 @@ class Hooks:
         self.decoder = decoder
         self.own = weakref.ref(cache)
         self.running: Pass | None = None
+        self.thread = 0  # which runs it
         self.taps: list[Any] = []  # handles of the hooks of the pass that is under way
         self.handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True),
@@ -154,21 +159,28 @@ class Hooks:
         if module is not self.decoder:
             return
         cache = self.own()
-        if self._is_under_way():  # it was interrupted, and `after` was not called
+        mine = self.thread == threading.get_ident()
+        if self.running is not None and mine:  # it was interrupted, and `after` was not called
             self._finish()
             if cache is not None:
                 cache.fail()
         given = [kwargs.get(name) for name in CACHE_NAMES]
         if cache is None or not any(one is cache for one in given):
             return
+        if self.running is not None:
+            raise UsageError(
+                "A pass over this cache is under way in another thread, or was interrupted there: make a cache with "
+                "minithink.hf.cache for every call of generate."
+            )
         inputs = dict(kwargs)
         if args:
             inputs["input_ids"] = args[0]
         found = cache.begin(inputs)
+        switch(self.decoder.config, found)
+        self.thread = threading.get_ident()
         self.running = found
         _thread.running = found
         self._tap(found)
-        switch(self.decoder.config)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """End the pass. output: None if the model has raised an error."""
@@ -188,14 +200,16 @@ class Hooks:
         return self.running is not None and self.running is under_way()
 
     def _finish(self) -> None:
-        if self.running is None:
+        found = self.running
+        if found is None:
             return
         self.running = None
-        _thread.running = None
+        if found is under_way():
+            _thread.running = None
         for handle in self.taps:
             handle.remove()
         self.taps = []
-        switch_back(self.decoder.config)
+        switch_back(self.decoder.config, found)
 
     def _tap(self, found: Pass) -> None:
         """Hooks for this pass alone: on the layers, if a policy looks at the residual stream, and on the rotation."""
@@ -218,20 +232,28 @@ class Hooks:
         tap(-1, self.decoder.norm)
 
 
-def switch(config: Any) -> None:
+def switch(config: Any, begun: Pass) -> None:
     """Set the name of our attention."""
-    name = config._attn_implementation
-    if name.startswith(PREFIX):
-        return
-    own = PREFIX + name
-    AttentionInterface.register(own, _attend)
-    AttentionMaskInterface.register(own, _mask)
-    config._attn_implementation = own
+    with _lock:
+        _passing.setdefault(id(config), set()).add(begun)
+        name = config._attn_implementation
+        if name.startswith(PREFIX):
+            return
+        own = PREFIX + name
+        AttentionInterface.register(own, _attend)
+        AttentionMaskInterface.register(own, _mask)
+        config._attn_implementation = own
 
 
-def switch_back(config: Any) -> None:
-    """Set the name that was there before."""
-    config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
+def switch_back(config: Any, ended: Pass) -> None:
+    """Set the name that was there before, if no other thread runs a pass."""
+    with _lock:
+        others = _passing.pop(id(config), set())
+        others.discard(ended)
+        if others:
+            _passing[id(config)] = others
+            return
+        config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)
 
 
 def _attend(
