@@ -22,11 +22,12 @@ from minithink import hf
 from minithink.checkpoint.weights import tensors_of
 from minithink.engine import TINY, load
 from minithink.errors import MinithinkError, UsageError
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
+from minithink.policies.window import Window
 from minithink.tasks import load_problems
 from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_close
@@ -485,6 +486,27 @@ def test_two_threads_use_caches_of_their_own() -> None:
     assert plain_generate(model, inputs, 9, **{CACHE: mine}) == want
     assert found == [want]
     assert model.config._attn_implementation == "sdpa"
+
+
+@dataclass
+class Steering(Window):
+    """Moves the residual stream behind the first layer."""
+
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Tensor:
+        return hidden + 1 if layer == 0 else hidden
+
+
+@pytest.mark.parametrize("text", ["steering", "streaming_llm:budget=9,sink=3,rerotate=true"])
+def test_a_policy_changes_nothing_in_another_thread(text: str) -> None:
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    want = plain_generate(model, inputs, 9)
+    policy = Steering(budget=100) if text == "steering" else text
+    alone = plain_generate(model, inputs, 9, **{CACHE: hf.cache(model, policy)})
+    assert alone != want
+    found = meanwhile(model.model.layers[0], lambda: plain_generate(model, inputs, 9))
+    assert plain_generate(model, inputs, 9, **{CACHE: hf.cache(model, policy)}) == alone
+    assert found == [want]
 
 
 def test_two_threads_with_one_cache_are_refused() -> None:

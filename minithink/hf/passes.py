@@ -212,10 +212,21 @@ class Hooks:
         switch_back(self.decoder.config, found)
 
     def _tap(self, found: Pass) -> None:
-        """Hooks for this pass alone: on the layers, if a policy looks at the residual stream, and on the rotation."""
+        """Hooks for this pass alone: on the layers, if a policy looks at the residual stream, and on the rotation.
+
+        They are called for passes of other threads, too, and leave these alone.
+        """
         manager = found.manager
+
+        def unrotated(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
+            """The model rotates nothing, because the manager does."""
+            if under_way() is not found:
+                return None
+            cos, sin = output
+            return torch.ones_like(cos), torch.zeros_like(sin)
+
         if manager.policy.pull:
-            self.taps.append(self.decoder.rotary_emb.register_forward_hook(_unrotated))
+            self.taps.append(self.decoder.rotary_emb.register_forward_hook(unrotated))
         looks = any(demand.what & See.HIDDEN for demand in manager.policy.demands)
         watches = any(type(p).watch is not Policy.watch for p in members(manager.policy))
         if not (looks or watches or manager.steers):
@@ -223,6 +234,8 @@ class Hooks:
 
         def tap(number: int, module: nn.Module) -> None:
             def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+                if under_way() is not found:
+                    return None
                 return found.tap(number, output)
 
             self.taps.append(module.register_forward_hook(hook))
@@ -302,7 +315,7 @@ class Rotated(Rope):
 
 
 class OfModel(Rope):
-    """The model's own rotation, for queries and keys that arrive unrotated (`_unrotated`)."""
+    """The model's own rotation, for queries and keys that arrive unrotated (`Hooks._tap`)."""
 
     def __init__(self, rotary: nn.Module, device: torch.device) -> None:
         self.rotary = rotary
@@ -313,9 +326,3 @@ class OfModel(Rope):
         first, second = sin.chunk(2, dim=-1)
         sin = torch.cat((-first, second), dim=-1)
         return cos[0, :, None], sin[0, :, None]
-
-
-def _unrotated(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A hook: the model rotates nothing, because the manager does."""
-    cos, sin = output
-    return torch.ones_like(cos), torch.zeros_like(sin)
