@@ -26,6 +26,7 @@ from minithink.kv.contract import Policy, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.model import Decoder, Rope
+from minithink.policies import load as load_policy
 from minithink.policies import parse
 from minithink.policies.window import Window
 from minithink.tasks import load_problems
@@ -357,6 +358,9 @@ def test_a_policy_of_ones_own_runs_by_its_file_or_as_an_object(tmp_path: Path) -
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     with unloaded():
+        with pytest.raises(UsageError, match=r"mine.py:Mine is not loaded: .* call minithink.policies.load"):
+            hf.cache(model, f"{file}:Mine:budget=8")
+        load_policy(f"{file}:Mine")
         cache = hf.cache(model, f"{file}:Mine:budget=8")
         assert plain_generate(model, inputs, 11, **{CACHE: cache}) == want
     policy = parse("window:budget=8")

@@ -18,7 +18,7 @@ from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
-from minithink.policies import check_numbers, load, parse
+from minithink.policies import check_numbers, load_installed, parse
 from minithink.text.tokenizer import Tokenizer
 
 KINDS = {kind: architecture for architecture, kind in ARCHITECTURES.items()}
@@ -83,7 +83,8 @@ class Known:
     def bind(self, policy: str | Policy) -> Policy:
         """A policy of this text, or a copy of this one, that knows the model.
 
-        A text may name a user's own policy, whose file is then imported.
+        A text may name a policy of an installed package, which is then imported. No file is imported: that is what
+        `minithink.policies.load` is for.
 
         Raises:
             UsageError: the policy or one of its numbers makes no sense, or it cannot run here.
@@ -92,7 +93,7 @@ class Known:
         if isinstance(policy, Policy):
             bound = copy.deepcopy(policy)
         elif isinstance(policy, str):
-            bound = parse(load(policy), option="a budget")
+            bound = parse(load_installed(policy), option="a budget")
         elif isinstance(policy, type) and issubclass(policy, Policy):
             name = policy.__name__
             raise UsageError(f"{name} is the class of a policy: give an object, as in {name}(…).")
