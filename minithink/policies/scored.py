@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from minithink.errors import UsageError, quoted
 from minithink.kv.contract import Edit, Evict, Policy, Step
 
 
@@ -80,13 +81,18 @@ class Scored(Policy):
         Returns:
             float [B, Hkv, S].
         """
-        raise NotImplementedError
+        raise UsageError(f"The policy {self.name} has no method `score(self, step, layer, choice)`: write one.")
 
     def scores(self, step: Step, choice: Choice) -> Tensor:
         """The scores of all layers: float [Lt, B, Ht, S]. A policy whose layers or heads keep the same tokens says
         this instead of `score`."""
-        layers = range(step.shape.layers)
-        return torch.stack([self.score(step, layer, choice.of_layer(layer)) for layer in layers])
+        found = []
+        for layer in range(step.shape.layers):
+            of_layer = choice.of_layer(layer)
+            score = self.score(step, layer, of_layer)
+            self._check(score, of_layer.candidates, "score", "[B, Hkv, S]")
+            found.append(score)
+        return torch.stack(found)
 
     # -- what all methods share
 
@@ -96,9 +102,22 @@ class Scored(Policy):
             return
         choice = self.choice(step, due)
         scores = self.scores(step, choice)
+        self._check(scores, choice.candidates, "scores", "[Lt, B, Ht, S]")
         if self.traced:
             step.note(scores, getattr(choice, self.traced))
         yield Evict(self.drop(step, choice, scores))
+
+    def _check(self, scores: Tensor, candidates: Tensor, method: str, form: str) -> None:
+        """UsageError: what a method gave is no score for each candidate. form: the shape that it must have."""
+        if isinstance(scores, Tensor) and scores.shape == candidates.shape and scores.is_floating_point():
+            return
+        what = quoted(scores)
+        if isinstance(scores, Tensor):
+            what = f"a {str(scores.dtype).removeprefix('torch.')} tensor of the shape {list(scores.shape)}"
+        raise UsageError(
+            f"The policy {self.name} gives {what} in `{method}`: it must give a float tensor of the shape {form}, "
+            f"here {list(candidates.shape)}."
+        )
 
     def choice(self, step: Step, due: Tensor) -> Choice:
         """The tokens among which the lanes of `due`, bool [Lt, B, Ht], choose."""
