@@ -309,6 +309,18 @@ def test_a_row_that_goes_on_behind_its_end_is_refused() -> None:
         plain_generate(model, inputs, 30, **{CACHE: cache})
 
 
+def test_a_single_row_that_goes_on_behind_its_end_is_refused() -> None:
+    """generate has another end token than the model."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9,), 2))
+    [free] = plain_generate(model, inputs, 10)
+    model.generation_config.eos_token_id = free[3]
+    with pytest.raises(UsageError, match=f"a token of .*{free[3]}.* are given more: give .* the eos_token_id"):
+        plain_generate(model, inputs, 10, eos_token_id=60, **{CACHE: hf.cache(model, "full")})
+    cache = hf.cache(model, "full", eos_token_id=60)
+    assert plain_generate(model, inputs, 10, eos_token_id=60, **{CACHE: cache}) == [free]
+
+
 def test_a_cache_is_for_one_call_and_can_be_reset() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (12, 7), 2))
@@ -571,25 +583,36 @@ def test_bfloat16_logits_are_as_near_as_rounding_allows() -> None:
 # What is refused ---------------------------------------------------------------------------------------------------
 
 
+BACK = "takes tokens back, and evicted tokens do not come back: call generate with"
+ASSISTED = (
+    f"Assisted decoding {BACK} no assistant_model and no prompt_lookup_num_tokens.",
+    # transformers' own sentence, in later versions
+    "Assisted decoding requires a cache that can be cropped to restore the states after draft verification",
+)
+AT_ONCE = (
+    "The cache holds {} tokens and is given {} more at once: prompts are read in one pass, without "
+    "prefill_chunk_size, and tokens one by one, without use_cache=False; make a new cache for every call of "
+    "generate, or call reset() between them."
+)
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "messages"),
     [
-        ({"num_beams": 2}, "Beam search takes tokens back"),
-        (
-            {"prompt_lookup_num_tokens": 2, "eos_token_id": 60},
-            "Assisted decoding takes tokens back|more at once|requires a cache that can be cropped",
-        ),
-        ({"prefill_chunk_size": 4}, "without prefill_chunk_size"),
-        ({"use_cache": False}, "more at once|cache"),
+        ({"num_beams": 2}, [f"Beam search {BACK} num_beams=1."]),
+        ({"prompt_lookup_num_tokens": 2, "eos_token_id": 60}, ASSISTED),
+        ({"prefill_chunk_size": 4}, [AT_ONCE.format(4, 4)]),
+        ({"use_cache": False}, [AT_ONCE.format(8, 9)]),
     ],
     ids=["beams", "assisted", "chunks", "no cache"],
 )
-def test_generation_that_takes_tokens_back_is_refused(options: dict[str, Any], message: str) -> None:
+def test_generation_that_takes_tokens_back_is_refused(options: dict[str, Any], messages: Sequence[str]) -> None:
     model = small_model()
     inputs = padded([[11, 12, 13, 14, 15, 11, 12, 13]])
     want = plain_generate(model, inputs, 9)
-    with pytest.raises((UsageError, ValueError), match=message):
+    with pytest.raises((UsageError, ValueError)) as refused:
         plain_generate(model, inputs, 9, **{CACHE: hf.cache(model, "full")}, **options)
+    assert str(refused.value) in messages
     assert plain_generate(model, inputs, 9) == want
 
 
@@ -687,7 +710,7 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
     spread = small_model()
     spread.lm_head.to("meta")
     for given, policy, options, message in (
-        (spread, "full", {}, "lies on several devices, cpu, meta"),
+        (spread, "full", {}, 'lies on several devices, cpu, meta, and a cache on one: load it with device_map="cpu"'),
         (model, "nothing", {}, "The policy 'nothing' is unknown"),
         (model, "rkv", {}, "needs a budget in tokens: give a budget"),
         (model, 3, {}, "The policy is 3: give a text"),

@@ -142,9 +142,10 @@ def _refuse_others(model: Any) -> None:
         raise UsageError(f"The model has layers of {named}, and caches are for full attention: give another model.")
     devices = sorted({str(p.device) for p in model.parameters()})
     if len(devices) > 1:
+        named = ", ".join(devices)
+        real = [device for device in devices if device != "meta"]  # where weights are that are not offloaded
         raise UsageError(
-            f"The model lies on several devices, {', '.join(devices)}, and a cache on one: load it with "
-            f'device_map="{devices[-1]}".'
+            f'The model lies on several devices, {named}, and a cache on one: load it with device_map="{real[-1]}".'
         )
 
 

@@ -204,7 +204,8 @@ class PolicyCache(Cache):
         if self._columns != 1:
             raise UsageError(
                 f"The cache holds {self.get_seq_length():,} tokens and is given {self._columns:,} more at once: "
-                f"prompts are read in one pass, without prefill_chunk_size; {AGAIN}."
+                "prompts are read in one pass, without prefill_chunk_size, and tokens one by one, without "
+                f"use_cache=False; {AGAIN}."
             )
         if batch != len(self._prompts):
             raise UsageError(f"The cache holds {len(self._prompts)} sequences and is given {batch}: {AGAIN}.")
@@ -328,7 +329,11 @@ class PolicyCache(Cache):
             elif tokens[row] in self.ends:
                 self._leave(row)
         if not self.running:
-            raise UsageError(f"All sequences of this cache have ended: {AGAIN}.")
+            ends = ", ".join(map(str, sorted(self.ends)))
+            raise UsageError(
+                f"All sequences of this cache have ended, each with a token of {ends}, and are given more: give "
+                f"minithink.hf.cache the eos_token_id and the pad_token_id that generate has, and {AGAIN}."
+            )
         for row in self.running:
             length = self.manager.length(row)
             if length >= self.max_length:
