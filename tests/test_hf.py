@@ -525,6 +525,20 @@ def test_a_policy_changes_nothing_in_another_thread(text: str) -> None:
     assert found == [want]
 
 
+def test_a_cache_may_be_deleted_during_a_pass() -> None:
+    """As another thread does. torch still calls its hooks then, those before the pass without keyword arguments."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    want = plain_generate(model, inputs, 3)
+    for register in (model.model.register_forward_pre_hook, model.model.register_forward_hook):
+        caches: list[Any] = []
+        handle = register(lambda *_, caches=caches: caches.clear())
+        caches.append(hf.cache(model, "full"))
+        assert plain_generate(model, inputs, 3) == want
+        handle.remove()
+        assert hooks_of(model) == 0
+
+
 def test_two_threads_with_one_cache_are_refused() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (9, 4), 2))

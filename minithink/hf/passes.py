@@ -140,7 +140,7 @@ class Hooks:
         self.taps: list[Any] = []  # handles of the hooks of the pass that is under way
         self.handles = [
             decoder.register_forward_pre_hook(self.before, with_kwargs=True),
-            decoder.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            decoder.register_forward_hook(self.after, always_call=True),
         ]
         weakref.finalize(cache, self.remove).atexit = False
 
@@ -154,9 +154,12 @@ class Hooks:
         for handle in self.handles:
             handle.remove()
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a pass, if the model is given our cache."""
-        if module is not self.decoder:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Begin a pass, if the model is given our cache.
+
+        torch leaves out kwargs if another thread makes or deletes our cache at this moment: it is not given then.
+        """
+        if module is not self.decoder or kwargs is None:
             return
         cache = self.own()
         mine = self.thread == threading.get_ident()
@@ -182,7 +185,7 @@ class Hooks:
         _thread.running = found
         self._tap(found)
 
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the pass. output: None if the model has raised an error."""
         if module is not self.decoder or not self._is_under_way():
             return
