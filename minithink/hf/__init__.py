@@ -11,7 +11,7 @@ The files, in the order in which to read them:
     known          what policies may know of the model, and which models are refused
     report         what has been kept
 
-Everything of transformers is imported here and nowhere else. It is an optional extra: `pip install 'minithink[hf]'`.
+Everything of transformers is imported here and nowhere else. It is an optional extra, `hf`: `pip install 'transformers>=5.10'`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _require_transformers() -> None:
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        raise MinithinkError("transformers is not installed: run `pip install 'minithink[hf]'`.") from None
+        raise MinithinkError("transformers is not installed: run `pip install 'transformers>=5.10'`.") from None
     numbers = [int(part) for part in found.split(".")[:2]]
     if tuple(numbers) < OLDEST:
         raise MinithinkError(
