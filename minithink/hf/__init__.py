@@ -11,7 +11,7 @@ The files, in the order in which to read them:
     known          what policies may know of the model, and which models are refused
     report         what has been kept
 
-Everything of transformers is imported here and nowhere else. It is an optional extra, `hf`: `pip install 'transformers>=5.10'`.
+Everything of transformers is imported here and nowhere else. It is an optional extra, `hf`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["cache"]
 
 OLDEST = (5, 10)  # of transformers
+ADVICE = "run `pip install 'transformers>=5.10'`"
 
 
 def cache(
@@ -80,13 +81,10 @@ def cache(
 
 def _require_transformers() -> None:
     """MinithinkError: transformers is missing, or too old."""
-    oldest = ".".join(map(str, OLDEST))
     try:
         found = version("transformers")
     except PackageNotFoundError:
-        raise MinithinkError("transformers is not installed: run `pip install 'transformers>=5.10'`.") from None
+        raise MinithinkError(f"transformers is not installed: {ADVICE}.") from None
     numbers = [int(part) for part in found.split(".")[:2]]
     if tuple(numbers) < OLDEST:
-        raise MinithinkError(
-            f"transformers {found} is too old for these caches: run `pip install 'transformers>={oldest}'`."
-        )
+        raise MinithinkError(f"transformers {found} is too old for these caches: {ADVICE}.")
