@@ -29,6 +29,7 @@ from minithink.kv.contract import Policy
 NAME = re.compile(r"[A-Za-z_][\w.-]*")  # of a policy that is named without a file or a module
 # A file or module and a class. It is no policy with options: these have "=" behind the colon.
 OWN = re.compile(r"(?P<where>[^:,+=]+):(?P<cls>[A-Za-z_]\w*)(?=[:,+]|$)")
+OURS = "own_"  # begins the names of the modules of files
 _FILES: dict[Path, tuple[bytes, ModuleType]] = {}  # a file → its content when it was run, and what it defined
 
 
@@ -123,20 +124,41 @@ def _of_file(where: str) -> ModuleType:
     if module is not None and before == source:
         return module
     digits = hashlib.sha256(bytes(path)).hexdigest()[:8]
-    module = ModuleType(f"own_{path.stem}_{digits}")  # a name that no module of Python or of a package has
+    module = ModuleType(f"{OURS}{path.stem}_{digits}")  # a name that no module of Python or of a package has
     module.__file__ = str(path)
+    _refuse_same_neighbours(path.parent)
     _also_from(path.parent)
     linecache.checkcache(str(path))  # for `inspect`, which reads the source again
+    replaced = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module  # dataclasses look for it there
     try:
         exec(compile(source, str(path), "exec"), vars(module))
     except (Exception, SystemExit) as error:
-        sys.modules.pop(module.__name__, None)
+        del sys.modules[module.__name__]
+        if replaced is not None:
+            sys.modules[module.__name__] = replaced
         line = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         at = f" (line {line[-1]})" if line else ""
         raise MinithinkError(f"The policy's file {escaped(where)} raised an error{at}: {_said(error)}.") from error
     _FILES[path] = (source, module)
     return module
+
+
+def _refuse_same_neighbours(folder: Path) -> None:
+    """UsageError: a file in this folder has the name of a module that a policy in another folder has imported from
+    there. Python has one module of a name, so the policy here would get that one."""
+    others = {path.parent for path in _FILES} - {folder}
+    if not others:
+        return
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file is None or name.startswith(OURS) or Path(file).parent not in others:
+            continue
+        if (folder / Path(file).name).is_file():
+            raise UsageError(
+                f"{escaped(folder / Path(file).name)} and {escaped(file)} are both the module {name}, and Python has "
+                "one of a name: rename one, or run these policies apart."
+            )
 
 
 def _of_module(where: str) -> ModuleType:

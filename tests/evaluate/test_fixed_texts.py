@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -104,6 +105,7 @@ def test_a_wheel_that_is_not_given_comes_from_pip(
     assert "--wheel" in said
 
 
+@pytest.mark.skipif(find_spec("pip") is None, reason="there is no pip")
 @pytest.mark.usefixtures("two")
 def test_without_an_index_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -77,12 +77,13 @@ def test_results_are_read_without_the_file(model: Path, problems: Path, mine: Pa
     """Pictures and summaries need no code of a policy, and run none."""
     folder = tmp_path / "out"
     found = evaluate(model, problems, folder, policies=f"full,{TEXT}", trace="run.trace")
-    mine.write_text("raise SystemExit('was run')")
+    mine.write_text("import pathlib\npathlib.Path('was-run').touch()\nraise SystemExit('was run')")
     POLICIES.pop("mine.py:Mine")
     assert main(["plot", str(folder)]) in (0, 1)  # 1: without matplotlib
     assert recorded(folder) == found
     assert main(options(model, problems, folder, policies="full", resume=True)) == 2, "another list of policies"
     assert "mine.py:Mine" not in POLICIES
+    assert not Path("was-run").exists()
 
 
 def test_the_loss_of_texts_is_measured_under_it(model: Path, tmp_path: Path) -> None:

@@ -35,6 +35,32 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_file_that_was_broken_for_a_while_is_as_before(mine: Path) -> None:
+    good = "from __future__ import annotations\n\n" + MINE
+    mine.write_text(good)
+    load("mine.py:Mine")
+    mine.write_text(good + "x y")
+    with pytest.raises(MinithinkError, match="SyntaxError"):
+        load("mine.py:Mine")
+    mine.write_text(good)
+    load("mine.py:Mine")
+    assert parse("mine.py:Mine:budget=9,which=old").which == "old"  # type: ignore[attr-defined]
+
+
+def test_neighbours_of_one_name_in_two_folders_are_refused(tmp_path: Path) -> None:
+    """Python would give the second policy the first one's neighbour."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a_neighbour.py").write_text(f"NAME = '{name}'")
+        (tmp_path / name / "mine.py").write_text("from a_neighbour import NAME\n" + MINE)
+    load("one/mine.py:Mine")
+    with pytest.raises(UsageError, match="are both the module a_neighbour, and Python has one of a name"):
+        load("two/mine.py:Mine")
+    (tmp_path / "two" / "a_neighbour.py").unlink()
+    (tmp_path / "two" / "mine.py").write_text(MINE)
+    load("two/mine.py:Mine")
+
+
 def test_a_file_stands_for_a_name(mine: Path) -> None:
     text = "mine.py:Mine:budget=9,sign=-1,which=old"
     assert load(text) == text
