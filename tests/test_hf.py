@@ -370,7 +370,7 @@ def test_a_policy_of_ones_own_runs_by_its_file_or_as_an_object(tmp_path: Path) -
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     with unloaded():
-        with pytest.raises(UsageError, match=r"mine.py:Mine is not loaded: .* call minithink.policies.load"):
+        with pytest.raises(UsageError, match=r"is not loaded: .* call minithink.policies.load"):
             hf.cache(model, f"{file}:Mine:budget=8")
         load_policy(f"{file}:Mine")
         cache = hf.cache(model, f"{file}:Mine:budget=8")
