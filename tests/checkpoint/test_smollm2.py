@@ -23,9 +23,11 @@ from safetensors import safe_open
 from tokenizers import decoders, pre_tokenizers
 
 from minithink import models
-from minithink.checkpoint import smollm2
+from minithink.checkpoint import smollm2, smollm2_think
 from minithink.checkpoint import wheel as wheels
+from minithink.checkpoint.adapter import WEIGHTS
 from minithink.engine import load
+from minithink.tasks import load_problems
 from minithink.text.tokenizer import Tokenizer
 from tests.compare import assert_same
 from tests.gguf_files import in_order_of_llama_cpp
@@ -136,6 +138,28 @@ def test_twenty_greedy_tokens_equal_those_of_transformers(folder: Path) -> None:
     assert under.kv_tokens < got.kv_tokens
 
 
+@pytest.mark.skipif(not (smollm2_think.ADAPTER / WEIGHTS).is_file(), reason="the adapter is not in this checkout")
+def test_the_shipped_adapter_is_merged(folder: Path, tmp_path: Path) -> None:
+    """The command checks the hash of the merged weights. transformers reads them, and thinks the same."""
+    import transformers
+
+    output = tmp_path / "think"
+    assert models.main(["smollm2-think", "--output", str(output), "--base", str(folder)]) == 0
+    engine = load(output, device="cpu")
+    problem = load_problems("test")[0]
+    prompt = engine.prompt_ids(problem.question)
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    messages = [{"role": "user", "content": problem.question}]
+    assert theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == prompt
+    model = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        want = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    [got] = engine.generate(problem.question, max_new_tokens=20, temperature=0.0)
+    assert got.token_ids == want
+
+
 # --- the command without the wheel --------------------------------------------------------------------------
 
 
@@ -186,6 +210,7 @@ def test_without_an_index_it_says_what_to_do(
 ) -> None:
     """A file of that name in the current folder is not run."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pip.py").write_text("raise SystemExit('it was run')")
     said = refused(capsys, "--output", "new")
