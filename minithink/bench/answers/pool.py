@@ -60,7 +60,9 @@ class Run:
     versions: dict[str, Any]
     command: str
     stale: bool = False  # an answer differed after a change of kernels
-    right: str = ""  # a digit a sequence, in the order of problems and samples: 1 right, 0 wrong; "": not kept
+    # A sign a sequence, in the order of problems and samples: 1 right, 0 wrong, - wrong and cut off (older runs have
+    # 0 for that); "": not kept.
+    right: str = ""
 
     @property
     def state(self) -> str:

@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -36,7 +37,7 @@ from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import TINY, device_of
-from minithink.errors import NON_FINITE, MinithinkError, UsageError
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
@@ -52,6 +53,8 @@ from minithink.text.tokenizer import Tokenizer
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
 ON_INTERRUPT = "interrupted: what is finished stays, and the same command runs the rest"  # printed after Ctrl-C
 LOOK = ("checkpoint", "limit", "problems", "max_new_tokens")  # parts of a key that a quick look changes
+# Parts of a key that only a model's folder says: runs of weights that are not here fit whatever theirs are.
+OF_FOLDER = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "calibration")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--plot-only", action="store_true", help="run nothing: draw the runs of the pool")
     add("--finished", action="store_true", help="generate nothing: take the runs that are finished")
+    add(
+        "--discard",
+        action="store_true",
+        help="delete the folder of a run when the pool has it: what is left in --runs is all that the next machine "
+        "needs to go on",
+    )
     add("--recheck", action="store_true", help="generate the first sequences again where kernels have changed")
     add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
     add(
@@ -153,33 +162,34 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
     names = sweep.datasets or families()
     if args is not None:
         names = [name for name in names if name.partition(":")[0] in args.families]
-    cells = cells_of(sweep)
+    folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
+    elsewhere = sweep.checkpoint and (args is None or args.plot_only)
     keys = list[Wanted]()
     for name in names:
-        settings = settings_of(sweep, name, args)
-        keys += [key_of(settings, cell) for cell in cells]
+        settings = settings_of(sweep, name, folder, args)
+        keys += [key_of(settings, cell) for cell in cells_for(sweep, folder)]
     for key in keys:
         if key["policy"] == FULL:  # it holds all that attention looks at, so its recall is not measured
             key["recall"] = False
+        if elsewhere:
+            key["checkpoint"] = sweep.checkpoint
+            for part in OF_FOLDER:
+                del key[part]
     return keys
 
 
-def settings_of(sweep: Sweep, family: str, args: argparse.Namespace | None = None) -> dict[str, Any]:
-    """The settings that `minithink.evaluate` would write for the comparison, without the machine's."""
-    folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
+def settings_of(sweep: Sweep, family: str, folder: Path, args: argparse.Namespace | None = None) -> dict[str, Any]:
+    """The settings that `minithink.evaluate` would write for the comparison and the model in a folder, without the
+    machine's."""
     config, own, weights = _about(folder)
-    if sweep.checkpoint and (args is None or args.plot_only):
-        weights = sweep.checkpoint
     limit = sweep.problems
     longest = own.max_new_tokens or config.max_position
     if args is not None:
         limit = args.limit or limit
         longest = args.max_new_tokens or longest
-    files = set[str]()
-    for cell in cells_of(sweep):
-        files |= {member.calibration for member in members(cell.make())}
-    files -= {"", FORESIGHT}
-    calibration = {name: identity(name, read_calibration(folder, name, folder)) for name in files}
+    calibration = dict[str, Any]()
+    for cell in cells_for(sweep, folder):
+        calibration |= calibrations_of(cell, folder)
     padding = {"padded_budget": sweep.padded, "group": sweep.group}
     return {
         "checkpoint": weights,
@@ -207,6 +217,36 @@ def _about(folder: Path) -> tuple[ModelConfig, GenerationConfig, str]:
     config = ModelConfig.from_folder(folder)
     own = GenerationConfig.from_folder(folder, config, Tokenizer.from_folder(folder))
     return config, own, checkpoint_hash(folder)
+
+
+def calibrations_of(cell: Cell, folder: Path) -> dict[str, Any]:
+    """The calibrations in a model's folder that a cell needs: name → what of it decides. MinithinkError: it lacks
+    one."""
+    files = {member.calibration for member in members(cell.make())} - {"", FORESIGHT}
+    return {name: _calibration(folder, name) for name in files}
+
+
+@cache
+def _calibration(folder: Path, name: str) -> dict[str, Any]:
+    return identity(name, read_calibration(folder, name, folder, "" if folder == TINY else str(folder)))
+
+
+@cache
+def cells_for(sweep: Sweep, folder: Path) -> list[Cell]:
+    """The cells of a comparison that the model in a folder is calibrated for. It is said once which others there
+    are."""
+    lacking = dict[str, str]()
+    found = list[Cell]()
+    for cell in cells_of(sweep):
+        try:
+            calibrations_of(cell, folder)
+        except MinithinkError as error:
+            lacking[cell.policy] = str(error)
+        else:
+            found.append(cell)
+    for policy, why in lacking.items():
+        print(f"minithink.bench: {policy} is left out: {escaped(why)}", file=sys.stderr)
+    return found
 
 
 def policies_of(sweeps: Iterable[Sweep]) -> list[str]:
@@ -272,6 +312,9 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
             else:
                 pool.add(args.results, found)
                 said = ", ".join(map(_said_of_run, found))
+                if args.discard:
+                    shutil.rmtree(folder_of(args, key), ignore_errors=True)
+                    log_of(args, key).unlink(missing_ok=True)
             parts = (key["dataset"], key["policy"], key["budget"])
             cell = ", ".join(str(part) for part in parts if part is not None)
             print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
@@ -361,7 +404,7 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
         row={f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
         answers=[[record.id, record.sample, record.found] for record in own if record.id in asked],
         tokens=[sum(record.generated_tokens for record in own), len(own)],
-        right="".join("01"[bool(record.right)] for record in own),
+        right="".join(map(digit_of, own)),
         command=origin.command("minithink.bench", argv),
         commit=last["commit"],
         date=last["date"],
@@ -369,6 +412,13 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
         versions=last["versions"],
     )
     return [run]
+
+
+def digit_of(record: journal.Record) -> str:
+    """What `Run.right` says of a sequence."""
+    if record.right:
+        return "1"
+    return "0" if record.finish_reason == "stop" else "-"
 
 
 def _source_of(done: journal.Run, policy: str) -> dict[str, str]:

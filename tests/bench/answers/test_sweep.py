@@ -443,3 +443,61 @@ def test_only_a_run_that_is_unchecked_is_checked(tmp_path: Path, small: None) ->
     after = [r for r in pool.read(tmp_path) if r.cell == run.cell]
     assert [r.state for r in after] == ["", ""]
     assert [r.answers for r in after if r.key["device"] == "another"] == [there.answers]
+
+
+def test_another_model_runs_what_it_is_calibrated_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are named once. Runs of weights that are not here are shown whatever that model's defaults are."""
+    model = tmp_path / "model"
+    shutil.copytree(sweep.TINY, model)
+    (model / "thoughts.json").unlink()
+    config, own, _ = sweep._about(sweep.TINY)
+    of_other = (config, replace(own, temperature=0.25, max_new_tokens=NEW), "of another")
+    about = {sweep.TINY: sweep._about(sweep.TINY), model: of_other}
+    monkeypatch.setattr(sweep, "_about", about.__getitem__)
+    one = replace(sweep.SWEEPS["snapkv"], policies=("window", "thinkv"), problems=1, beside="")
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
+    words = [*words_of(tmp_path, "snapkv"), "--model", str(model), "--families", "facts"]
+    assert main([*words, "--finished"]) == 0
+    said = capsys.readouterr().err
+    assert said.count("thinkv is left out: ") == said.count("thoughts.json does not exist; `python -m ") == 1
+    assert "0 of 4 runs are in" in said, "full and three budgets of window"
+    args = argparse.Namespace(model=str(model), families=["facts"], limit=1, max_new_tokens=None, plot_only=False)
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    made: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
+    runs = list[pool.Run]()
+    for key in sweep.wanted_of(one, args):
+        assert (key["checkpoint"], key["temperature"], key["max_new_tokens"]) == ("of another", 0.25, NEW)
+        runs.append(pool.Run(key | where, pool.source_of(key["policy"], "reference"), {}, [], [1, 1], **made))
+    elsewhere = replace(one, checkpoint="of another")
+    assert list(sweep.shown("snapkv", tmp_path, sweep.wanted_of(elsewhere), runs).values()) == runs
+    with pytest.raises(MinithinkError):
+        sweep.shown("snapkv", tmp_path, sweep.wanted_of(one), runs)
+
+
+def test_what_the_pool_has_may_be_discarded(tmp_path: Path, small: None) -> None:
+    """What is left in --runs are the runs that the next machine has to finish."""
+    words = [*words_of(tmp_path, "snapkv"), "--families", "facts"]
+    assert main(words) == 0
+    folders = [*(tmp_path / "runs").iterdir()]
+    [unfinished] = [path for path in folders if '"random"' in (path / "results.jsonl").read_text()]
+    assert len(folders) == 3
+    (tmp_path / pool.FILE).unlink()
+    (unfinished / "results.jsonl").write_bytes(b"")
+    assert main([*words, "--finished", "--discard"]) == 0
+    assert [*(tmp_path / "runs").iterdir()] == [unfinished]
+    assert len(cells_of(tmp_path)) == 2
+    assert main([*words, "--discard"]) == 0
+    assert [*(tmp_path / "runs").iterdir()] == []
+    assert len(cells_of(tmp_path)) == 3
+
+
+def test_the_pool_knows_what_was_cut_off(tmp_path: Path, small: None) -> None:
+    assert main([*words_of(tmp_path, "snapkv", limit=2), "--families", "facts"]) == 0
+    assert {run.right for run in pool.read(tmp_path)} == {"--"}, "twelve tokens are too few for an answer"
+    [journal] = [*(tmp_path / "runs").rglob("results.jsonl")][:1]
+    record = sweep.journal.read(journal.parent).records[0]
+    ends = ((True, "stop", "1"), (True, "length", "1"), (False, "stop", "0"), (False, "context", "-"))
+    for right, end, sign in ends:
+        assert sweep.digit_of(replace(record, right=right, finish_reason=end)) == sign
