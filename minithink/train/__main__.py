@@ -46,7 +46,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from minithink.backend import device_of
-from minithink.checkpoint.gguf_file import GGUF, is_gguf
+from minithink.checkpoint.gguf_file import is_gguf
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, save_checkpoint
 from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
@@ -54,14 +54,12 @@ from minithink.errors import MinithinkError, UsageError, quoted, reason, unwrita
 from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from minithink.results.files import open_to_others
-from minithink.results.files import replace as replace_file
-from minithink.tasks.prepare import CHAT_TEMPLATE
-from minithink.text.gguf_tokenizer import tokenizer_files
 from minithink.text.tokenizer import Tokenizer
 from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
 from minithink.train.lora import Lora, Shape, ids_of
 from minithink.train.muon import Muon
 from minithink.train.rename import write_renamed
+from minithink.train.tokenizer import write_from_gguf
 from minithink.train.widen import widened
 
 CONTEXT = 8192  # positions that the exported model may use
@@ -345,28 +343,6 @@ def export_settings(folder: Path, decoder: Decoder, tokenizer_folder: Path, prog
     generation |= {"eos_token_id": end, "pad_token_id": end}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=1) + "\n", encoding="utf-8")
     (folder / "training.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")
-
-
-def write_tokenizer(path: Path, folder: Path) -> None:
-    """Write the tokenizer of a GGUF file as the files that a run copies. Without a chat template it gets that of the
-    puzzles.
-
-    Args:
-        path: the GGUF file.
-        folder: where tokenizer.json, tokenizer_config.json and chat_template.jinja are written.
-
-    Raises:
-        MinithinkError: the file's tokenizer cannot be read, or the folder not be written.
-    """
-    template = Tokenizer.from_folder(path).chat_template or CHAT_TEMPLATE
-    tokenizer, settings = tokenizer_files(GGUF.read(path).fields)
-    settings.pop("chat_template", None)
-    try:
-        replace_file(folder / "tokenizer.json", json.dumps(tokenizer, ensure_ascii=False, indent=1) + "\n")
-        replace_file(folder / "tokenizer_config.json", json.dumps(settings, ensure_ascii=False, indent=1) + "\n")
-        replace_file(folder / "chat_template.jinja", template)
-    except OSError as error:
-        raise unwritable("The tokenizer", folder, error, "--output") from None
 
 
 def train(
@@ -657,7 +633,7 @@ def _main(argv: list[str] | None) -> int:
         folder = args.tokenizer or args.init or Path(__file__).parents[1] / "assets" / "tiny"
         # A tokenizer that is made here gets a folder of this process. `export_settings` copies it with the results.
         if is_gguf(folder):
-            write_tokenizer(folder, temporary / "read")
+            write_from_gguf(folder, temporary / "read")
             folder = temporary / "read"
         if args.init is None:
             # Rows of the vocabulary are padded to a multiple of 64, which matrix units like.

@@ -6,15 +6,15 @@ them its own, so the vocabulary stays as large as it is.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minithink.config import read_json
-from minithink.errors import UsageError, quoted, unwritable
+from minithink.errors import UsageError, quoted
 from minithink.tasks import prepare
 from minithink.text.tokenizer import Tokenizer
+from minithink.train.tokenizer import write_files
 
 NEEDED = (*prepare.SPECIAL, *prepare.THINK)
 
@@ -25,7 +25,7 @@ def write_renamed(source: Path, names: Mapping[str, str], folder: Path) -> None:
     Args:
         source: the folder of the tokenizer.
         names: an added token's text → its new text.
-        folder: where tokenizer.json, tokenizer_config.json and chat_template.jinja are written.
+        folder: as of `write_files`.
 
     Raises:
         UsageError: there is no such token, or a new text is taken, or one that the puzzles need is missing.
@@ -42,13 +42,7 @@ def write_renamed(source: Path, names: Mapping[str, str], folder: Path) -> None:
     raw["model"]["vocab"] = {names.get(text, text): id for text, id in vocab.items()}
     end = prepare.SPECIAL[0]
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": end}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "tokenizer.json", json.dumps(raw, ensure_ascii=False, indent=1) + "\n")
-        _write(folder / "tokenizer_config.json", json.dumps(config, indent=1) + "\n")
-        _write(folder / "chat_template.jinja", prepare.CHAT_TEMPLATE)
-    except OSError as error:
-        raise unwritable("The tokenizer", folder, error, "--output") from None
+    write_files(folder, raw, config, prepare.CHAT_TEMPLATE)
 
 
 def _check(known: Tokenizer, raw: dict[str, Any], names: Mapping[str, str]) -> None:
@@ -67,7 +61,3 @@ def _check(known: Tokenizer, raw: dict[str, Any], names: Mapping[str, str]) -> N
         raise UsageError(
             f"The puzzles need a token {quoted(missing[0])}: name it in --rename-tokens, OLD={missing[0]}."
         )
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minithink.engine import TINY
-from minithink.errors import UsageError
+from minithink.errors import MinithinkError, UsageError
 from minithink.tasks import prepare
 from minithink.text.tokenizer import Tokenizer
 from minithink.train.__main__ import main
@@ -61,6 +61,16 @@ def test_what_cannot_be_renamed(source: Path, change: dict[str, str], said: str,
     with pytest.raises(UsageError) as error:
         write_renamed(source, NAMES | change, tmp_path)
     assert said in str(error.value)
+
+
+def test_a_folder_that_cannot_be_written_is_said(source: Path, tmp_path: Path) -> None:
+    """It is a temporary one, so another --output would not help."""
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(MinithinkError) as error:
+        write_renamed(source, NAMES, tmp_path / "file" / "renamed")
+    said = str(error.value)
+    assert said.startswith(f"The tokenizer cannot be written to {tmp_path / 'file' / 'renamed'}: ")
+    assert said.endswith("; give another folder for temporary files (TMPDIR).")
 
 
 def test_nothing_is_written_before_the_run_begins(
