@@ -21,7 +21,7 @@ from minithink.backend import choose, device_of
 from minithink.checkpoint import calibration as files
 from minithink.checkpoint import memory
 from minithink.checkpoint.adapter import adapter_of
-from minithink.checkpoint.gguf_file import beside, is_gguf
+from minithink.checkpoint.gguf_file import beside
 from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
@@ -88,10 +88,6 @@ def load(
     number_type = _number_type(dtype, where)
     embedded = path_or_id in (None, "tiny")
     folder = _folder(path_or_id, revision)
-    if adapter is not None and is_gguf(folder):
-        raise UsageError(
-            f"{folder} is a GGUF file, and adapters are merged into safetensors: give the folder of those."
-        )
     config = ModelConfig.from_folder(folder)
     merged = adapter_of(adapter, config)
     own = folder if merged is None else merged.folder  # its files win

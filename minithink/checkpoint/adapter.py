@@ -12,6 +12,9 @@ The merged weights have a hash, which calibrations name. So they are the same bi
 A and B are exact in float64, they are added up in the order of the rank, and each weight is rounded by itself. No
 library decides an order of sums, as it would in a product of matrices.
 
+The numbers of a GGUF file are merged in float32, which holds them exactly, whatever the type in which the model is
+held. So the hash is that of the same numbers in a folder of float32.
+
 PEFT multiplies in float32 instead. Where all of its sums are exact, the results are equal. Elsewhere float32 weights
 differ by its rounding, and few bfloat16 weights by one step.
 """
@@ -172,7 +175,7 @@ class Adapter:
         """A decoder with the merged weights, whose hash is known from then on: one pass over the weights gives both.
 
         Args:
-            folder: of the model.
+            folder: of the model, or its GGUF file.
             options: `device`, `dtype` and `backend` of `load_decoder`.
 
         Raises:
@@ -185,7 +188,7 @@ class Adapter:
         return load_decoder(folder, **options, merge=self.merge, tell_hash=remember)
 
     def hash_over(self, folder: Path) -> str:
-        """The hash of the merged weights. folder: of the model's."""
+        """The hash of the merged weights. folder: of the model, or its GGUF file."""
         if folder not in self._hashes:
             self._hashes[folder] = hash_of_merged(folder, self.merge)
         return self._hashes[folder]

@@ -8,7 +8,7 @@ is quantized by itself, so the rows are ordered before they are dequantized.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
@@ -56,12 +56,35 @@ def copy_weights(model: GGUF, config: ModelConfig, views: Mapping[str, Tensor]) 
         MinithinkError: a file is truncated or cannot be read.
     """
     for name, tensor in _by_our_names(model).items():
-        order = None
-        if config.architecture == "LlamaForCausalLM" and ".q_proj." in name:
-            order = halves_apart(config.num_heads, config.head_dim)
-        if config.architecture == "LlamaForCausalLM" and ".k_proj." in name:
-            order = halves_apart(config.num_kv_heads, config.head_dim)
-        _copy(tensor, views[name], order)
+        _copy(tensor, views[name], _order(name, config))
+
+
+def float32_weights(model: GGUF, config: ModelConfig, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of some tensors, one after the other, as float32 in the shape that they have in a checkpoint.
+
+    Args:
+        model, config: as of `copy_weights`.
+        names: Hugging Face's.
+
+    Raises:
+        MinithinkError: a file is truncated or cannot be read.
+    """
+    stored = _by_our_names(model)
+    for name in names:
+        numbers = torch.empty(stored[name].shape, dtype=torch.float32)
+        _copy(stored[name], numbers, _order(name, config))
+        yield name, numbers
+
+
+def _order(name: str, config: ModelConfig) -> np.ndarray | None:
+    """For every row of a tensor its place in the file; None: the same. name: Hugging Face's."""
+    if config.architecture != "LlamaForCausalLM":
+        return None
+    if ".q_proj." in name:
+        return halves_apart(config.num_heads, config.head_dim)
+    if ".k_proj." in name:
+        return halves_apart(config.num_kv_heads, config.head_dim)
+    return None
 
 
 def halves_apart(heads: int, head_dim: int) -> np.ndarray:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from minithink.backend import REFERENCE, Backend
 from minithink.checkpoint.gguf_file import GGUF, is_gguf, parts_of
-from minithink.checkpoint.gguf_weights import check_tensors, copy_weights
+from minithink.checkpoint.gguf_weights import check_tensors, copy_weights, float32_weights
 from minithink.checkpoint.hub import download
 from minithink.config import ModelConfig, read_json
 from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
@@ -139,19 +139,16 @@ def load_decoder(
         MinithinkError: a file is missing or damaged, or the tensors are not exactly those that the config calls for.
             If they only have another prefix than `model.`, they are read, and the config has a caution.
     """
-    if is_gguf(folder):
-        return _load_gguf(Path(folder), device=device, dtype=dtype, backend=backend)
-    stored = _stored(Path(folder))
+    stored = _opened(Path(folder))
     with torch.device("meta"):
         decoder = Decoder(stored.config, backend)
-    _allocate(decoder, dtype or stored.dtype, device)
+    _allocate(decoder, dtype or stored.held, device)
     views = tensors_of(decoder)
     if merge is None:
-        for name, tensor in stored.tensors():
-            views[name].copy_(tensor)
+        stored.copy_into(views)
         return decoder
     hashing = None if tell_hash is None else _Hash(stored)
-    for name, tensor in stored.tensors(sorted(stored.entries)):
+    for name, tensor in stored.tensors(sorted(stored.shapes)):
         merged = merge(name, tensor)
         views[name].copy_(merged)
         if hashing is not None:
@@ -174,28 +171,17 @@ def _allocate(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) 
 
 def hash_of_merged(folder: str | Path, merge: Merge) -> str:
     """What `checkpoint_hash` says of the merged weights, once `save_checkpoint` has written them in their own dtype
-    into one file. Nothing is written here: the bytes of that file are made and hashed tensor by tensor.
+    into one file; those of a GGUF file in float32. Nothing is written here: the bytes of that file are made, and
+    hashed tensor by tensor.
 
     Args:
         folder, merge: as in `load_decoder`.
     """
-    stored = _stored(Path(folder))
+    stored = _opened(Path(folder))
     hashing = _Hash(stored)
-    for name, tensor in stored.tensors(sorted(stored.entries)):
+    for name, tensor in stored.tensors(sorted(stored.shapes)):
         hashing.add(merge(name, tensor))
     return hashing.digits
-
-
-def _load_gguf(path: Path, *, device: torch.device | str, dtype: torch.dtype | None, backend: Backend) -> Decoder:
-    """`load_decoder` of a GGUF file."""
-    config = ModelConfig.from_folder(path)
-    model = GGUF.read(path)
-    with torch.device("meta"):
-        decoder = Decoder(config, backend)
-    check_tensors(model, config, {name: view.shape for name, view in tensors_of(decoder).items()})
-    _allocate(decoder, dtype or getattr(torch, config.dtype), device)
-    copy_weights(model, config, tensors_of(decoder))
-    return decoder
 
 
 def save_checkpoint(
@@ -335,7 +321,22 @@ class _Stored:
 
     config: ModelConfig
     entries: dict[str, Entry]  # by the names of `tensors_of`
-    dtype: torch.dtype  # the widest of them; float32 instead of float64
+    dtype: torch.dtype  # the widest of them, that of merged weights; float32 instead of float64
+
+    @property
+    def held(self) -> torch.dtype:
+        """The type of a decoder whose user names none."""
+        return self.dtype
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By the names of `tensors_of`."""
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def copy_into(self, views: dict[str, Tensor]) -> None:
+        """Fill the parameters of a decoder. views: as of `tensors_of`."""
+        for name, tensor in self.tensors():
+            views[name].copy_(tensor)
 
     def tensors(self, names: Sequence[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Names and stored values. names: the order; None: that of the files."""
@@ -354,17 +355,43 @@ class _Stored:
                 yield name, tensor
 
 
+@dataclass(frozen=True)
+class _Dequantized:
+    """The tensors of a GGUF file, which are exactly those of a decoder with its config.
+
+    An adapter is merged into their numbers in float32, which holds them exactly. So the merged weights and their hash
+    are those of the same numbers in a folder of float32, and `held` rounds them once.
+    """
+
+    config: ModelConfig
+    model: GGUF
+    shapes: dict[str, tuple[int, ...]]  # by the names of `tensors_of`
+    dtype: torch.dtype = torch.float32  # of merged weights
+
+    @property
+    def held(self) -> torch.dtype:
+        """The type of a decoder whose user names none."""
+        return getattr(torch, self.config.dtype)
+
+    def copy_into(self, views: dict[str, Tensor]) -> None:
+        """Fill the parameters of a decoder, piece by piece. views: as of `tensors_of`."""
+        copy_weights(self.model, self.config, views)
+
+    def tensors(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Names and float32 values, in this order."""
+        return float32_weights(self.model, self.config, names)
+
+
 class _Hash:
     """The hash of the file in which merged weights would be saved, made tensor by tensor in the order of names."""
 
-    def __init__(self, stored: _Stored) -> None:
+    def __init__(self, stored: _Stored | _Dequantized) -> None:
         """stored: the weights before the merge, which have the same names, shapes and types."""
         self._dtype = stored.dtype
         spelling = next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
         head: dict[str, Any] = {"__metadata__": FORMAT}
         end = 0
-        for name in sorted(stored.entries):
-            shape = stored.entries[name].shape
+        for name, shape in sorted(stored.shapes.items()):
             begin = end
             end += math.prod(shape) * stored.dtype.itemsize
             head[name] = {"dtype": spelling, "shape": shape, "data_offsets": [begin, end]}
@@ -381,6 +408,21 @@ class _Hash:
     def digits(self) -> str:
         """As of `checkpoint_hash`, once all tensors were added."""
         return self._digest.hexdigest()[:16]
+
+
+def _opened(path: Path) -> _Stored | _Dequantized:
+    """The tensors of a checkpoint, checked. path: of its folder, or a GGUF file."""
+    return _dequantized(path) if is_gguf(path) else _stored(path)
+
+
+def _dequantized(path: Path) -> _Dequantized:
+    """The tensors of a GGUF file, checked. MinithinkError: as in `load_decoder`."""
+    config = ModelConfig.from_folder(path)
+    model = GGUF.read(path)
+    with torch.device("meta"):
+        shapes = {name: view.shape for name, view in tensors_of(Decoder(config)).items()}
+    check_tensors(model, config, shapes)
+    return _Dequantized(config, model, {name: tuple(shape) for name, shape in shapes.items()})
 
 
 def _stored(folder: Path) -> _Stored:

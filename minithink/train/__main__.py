@@ -561,10 +561,6 @@ def shape_of(args: argparse.Namespace, config: ModelConfig, tokenizer_folder: Pa
         return None
     if args.init is None:
         raise UsageError("An adapter belongs to a model: give its folder with --init.")
-    if args.adapter and is_gguf(args.init):
-        raise UsageError(
-            f"{args.init} is a GGUF file, and --adapter is for a folder in safetensors: give that as --init."
-        )
     if args.head_dim:
         raise UsageError("An adapter is for the model as it is: leave --head-dim out.")
     trained = [*(args.train_tokens or []), *(args.rename_tokens or {}).values()]

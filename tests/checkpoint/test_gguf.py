@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors, trainers
 
 from minithink import generate
+from minithink.checkpoint.adapter import Adapter
 from minithink.checkpoint.gguf_file import GGUF
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder, resolve, save_checkpoint, tensors_of
 from minithink.config import ModelConfig
@@ -31,6 +32,7 @@ from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.generation import GenerationConfig
 from minithink.text.tokenizer import Tokenizer
+from tests.checkpoint.test_adapter import write_adapter
 from tests.compare import assert_close, assert_same
 from tests.drive import prompt_logits
 from tests.gguf_files import add_tokenizer, write_gguf
@@ -327,10 +329,47 @@ def test_a_file_is_a_model_everywhere(whole: Path, capsys: pytest.CaptureFixture
     assert 1 <= len(result.token_ids) <= 4
     assert engine.loaded.home is not None
     assert engine.loaded.home.calibration == whole.parent
-    with pytest.raises(UsageError, match="adapters are merged into safetensors"):
-        load(whole, adapter=whole.parent)
     assert generate.main(["--model", str(whole), "--device", "cpu", "--max-new-tokens", "2", "hello"]) == 0
     assert "hello" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_an_adapter_is_merged_into_the_numbers_of_a_file(architecture: str, kind: str, tmp_path: Path) -> None:
+    """As into a float32 folder of the same numbers, to the same bits and the same hash, in whatever type the model is
+    then held."""
+    path = tmp_path / "model.gguf"
+    write_gguf(path, architecture, kind=GGMLQuantizationType[kind])
+    config = ModelConfig.from_folder(path)
+    save_checkpoint(load_decoder(path, dtype=torch.float32), tmp_path / "folder")
+    write_adapter(tmp_path / "adapter", config, Random(0))
+    adapter = Adapter(tmp_path / "adapter", config)
+    for dtype in (torch.float32, torch.bfloat16):
+        want = tensors_of(load_decoder(tmp_path / "folder", dtype=dtype, merge=adapter.merge))
+        got = tensors_of(load_decoder(path, dtype=dtype, merge=adapter.merge))
+        plain = tensors_of(load_decoder(path, dtype=dtype))
+        for name, tensor in want.items():
+            assert_same(name, got[name], tensor)
+            assert torch.equal(tensor, plain[name]) == (name not in {*adapter.factors, *adapter.rows})
+    assert adapter.load(path).embed.dtype == load_decoder(path).embed.dtype
+    known = adapter.hash_over(path)
+    assert known == Adapter(tmp_path / "adapter", config).hash_over(path)
+    assert known == Adapter(tmp_path / "adapter", config).hash_over(tmp_path / "folder")
+
+
+def test_a_command_takes_a_file_and_an_adapter(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizer is the file's, and calibrations lie beside the adapter."""
+    write_adapter(tmp_path / "adapter", ModelConfig.from_folder(whole), Random(1))
+    engine = load(whole, adapter=tmp_path / "adapter", device="cpu")
+    assert engine.loaded.home is not None
+    assert engine.loaded.home.calibration == tmp_path / "adapter"
+    assert engine.loaded.home.checkpoint != checkpoint_hash(whole)
+    options = ["--adapter", str(tmp_path / "adapter"), "--device", "cpu", "--max-new-tokens", "8", "hello", "--json"]
+    assert generate.main(["--model", str(whole), *options]) == 0
+    [want] = engine.generate("hello", max_new_tokens=8)
+    assert json.loads(capsys.readouterr().out)["token_ids"] == want.token_ids
 
 
 def test_tokens_that_end_a_text(whole: Path) -> None:

@@ -7,15 +7,17 @@ import math
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import load_file
 from torch.nn.attention.flex_attention import create_block_mask
 
 from minithink.checkpoint.weights import checkpoint_hash, load_decoder
-from minithink.engine import TINY
+from minithink.engine import TINY, load
 from minithink.errors import UsageError
 from minithink.kv.full import FullCache
 from minithink.model import Decoder, Rope
@@ -467,23 +469,51 @@ def test_training_ends_when_documents_no_longer_fit(tmp_path, config, monkeypatc
         run(tmp_path, replace(config, max_position=50), RECIPE, workers=workers)
 
 
-def test_a_gguf_file_brings_its_tokenizer(tmp_path):
-    """The folder of a run has the tokenizer as files. Without a chat template it gets that of the puzzles."""
-    path = tmp_path / "start.gguf"
-    output = tmp_path / "run"
+def write_start(path: Path) -> None:
+    """A GGUF file of a random model with the embedded one's tokenizer, and without a chat template."""
     spec = json.loads((TINY / "tokenizer.json").read_text())
-    known = Tokenizer.from_folder(TINY)
 
     def add(writer: GGUFWriter) -> None:
         add_tokenizer(writer, spec, "llama-bpe")
         writer.add_add_bos_token(False)
 
-    write_gguf(path, "llama", kind=GGMLQuantizationType.F32, add=add, vocab_size=known.vocab_size)
-    words = ["--init", str(path), "--output", str(output), "--device", "cpu", "--workers", "0", "--context", "512"]
-    words += ["--tokens", "512", "--batch-tokens", "512", "--row-tokens", "512", "--share", "facts=1"]
-    assert train.main([*words, "--sizes", "facts=1-2-2", "--long-share", "0"]) == 0
+    vocab_size = Tokenizer.from_folder(TINY).vocab_size
+    write_gguf(path, "llama", kind=GGMLQuantizationType.F32, add=add, vocab_size=vocab_size)
+
+
+def train_from(start: Path, output: Path, *words: str) -> int:
+    """One step from a GGUF file, by the command line → the exit code."""
+    options = ["--init", str(start), "--output", str(output), "--device", "cpu", "--workers", "0", "--context", "512"]
+    options += ["--tokens", "512", "--batch-tokens", "512", "--row-tokens", "512", "--share", "facts=1"]
+    return train.main([*options, "--sizes", "facts=1-2-2", "--long-share", "0", *words])
+
+
+def test_a_gguf_file_brings_its_tokenizer(tmp_path):
+    """The folder of a run has the tokenizer as files. Without a chat template it gets that of the puzzles."""
+    path = tmp_path / "start.gguf"
+    output = tmp_path / "run"
+    write_start(path)
+    known = Tokenizer.from_folder(TINY)
+    assert train_from(path, output) == 0
     assert load_decoder(output).config.vocab_size == known.vocab_size
     found = Tokenizer.from_folder(output)
     text = "<|user|>Facts (mod 100): zum = 1. Find zum.<|assistant|><think>\nSo, zum.\n\nWait</think>1<|end|>"
     assert found.encode(text) == known.encode(text)
     assert found.chat_template == known.chat_template
+
+
+def test_an_adapter_of_a_gguf_file_is_loaded_and_trained_on(tmp_path):
+    path = tmp_path / "start.gguf"
+    write_start(path)
+    first = tmp_path / "first"
+    assert train_from(path, first, "--lora-rank", "2") == 0
+    assert json.loads((first / "training.json").read_text())["init"] == checkpoint_hash(path)
+    engine = load(path, adapter=first, device="cpu")
+    assert engine.loaded.home.checkpoint != checkpoint_hash(path)
+    assert engine.tokenizer.chat_template == Tokenizer.from_folder(TINY).chat_template  # the adapter's folder has it
+    second = tmp_path / "second"
+    assert train_from(path, second, "--lora-rank", "2", "--adapter", str(first), "--lr", "1e-9") == 0
+    assert json.loads((second / "training.json").read_text())["init"] == engine.loaded.home.checkpoint
+    before = load_file(first / "adapter_model.safetensors")
+    for name, tensor in load_file(second / "adapter_model.safetensors").items():
+        assert_close(name, tensor.float(), before[name].float(), atol=1e-6, rtol=0.0)
