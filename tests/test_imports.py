@@ -413,6 +413,7 @@ def test_the_model_and_the_cache_name_no_policy():
 # engines of measurement, which run whatever minithink/bench/methods lists
 ENGINES = (
     "answers.differences",
+    "answers.losses",
     "answers.pool",
     "answers.sweep",
     "speed.cases",

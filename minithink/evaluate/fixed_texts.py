@@ -18,7 +18,8 @@ from pathlib import Path
 
 from minithink.checkpoint.wheel import Wheel, fetch, recognize
 from minithink.cli.commands import location
-from minithink.errors import MinithinkError, reason
+from minithink.errors import MinithinkError, UsageError, reason
+from minithink.evaluate.texts import files_in
 from minithink.results.files import new_folder, read_bytes
 
 HELP = (
@@ -114,6 +115,7 @@ DOCUTILS = Source(
     ),
 )
 SOURCES = (TRAC, DOCUTILS)
+HASHES = {text.name: text.sha256 for source in SOURCES for text in source.texts}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +171,18 @@ def write(source: Source, wheel: Path, folder: Path) -> None:
             path = folder / member.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
+
+
+def check(folder: Path) -> None:
+    """UsageError: a folder does not hold the fixed texts, byte by byte, and no others."""
+    found = {}
+    for path in files_in(folder):
+        found[path.relative_to(folder).as_posix()] = hashlib.sha256(read_bytes(path)).hexdigest()
+    if found != HASHES:
+        raise UsageError(
+            f"{folder} does not hold the {len(HASHES)} fixed texts and no others: `python -m minithink.models texts "
+            "--output FOLDER` writes them."
+        )
 
 
 def known(archive: zipfile.ZipFile, member: Member, wheel: Wheel) -> bytes:

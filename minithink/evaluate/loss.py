@@ -23,6 +23,7 @@ from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorde
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_plots, loss_summary
 from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of
+from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
@@ -131,7 +132,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Read the texts, write the summary, print the table."""
-    rows = measure(args, origin.command("minithink.evaluate", argv))
+    command = origin.command("minithink.evaluate", argv)
+    rows = measure(LossJob.of(args), args.output_dir, command=command, resume=args.resume)
     if rows is None:
         return INTERRUPTED
     settings = settings_of(args.output_dir)
@@ -145,36 +147,38 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
+def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -> list[LossRow] | None:
     """Read what is not in the journal yet → a row for each policy and budget; None: Ctrl-C came, and the user was
     told.
 
     Args:
-        args: the options of `add_arguments`.
+        job: what is read.
+        folder: where the results go.
         command: the command line, for the record.
+        resume: finish what an earlier start of the same job left in the folder.
     """
     refuse_ranks()
-    cells = cells_of(args)
-    if args.answers:
-        texts = read_answers(args.texts, args.limit, args.seed)
+    cells = cells_of(job)
+    length = job.read_length
+    if job.answers:
+        texts = read_answers(job.texts, job.limit, job.seed)
     else:
-        texts = read_texts(args.texts, length=length_of(args) or LENGTH, limit=args.limit, seed=args.seed)
+        texts = read_texts(job.texts, length=length or LENGTH, limit=job.limit, seed=job.seed)
     engine = load(
-        args.model,
-        adapter=args.adapter,
-        device=args.device,
-        dtype=args.dtype,
-        backend=args.backend,
-        calibration=args.calibration,
+        job.model,
+        adapter=job.adapter,
+        device=job.device,
+        dtype=job.dtype,
+        backend=job.backend,
+        calibration=job.calibration,
     )
-    length = length_of(args)
     if length is not None and length > engine.config.max_position:
         raise UsageError(
             f"--length is {length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
             "at most as many."
         )
     calibration = calibrations(engine, cells)
-    reading = Reading(engine, texts, args, cells)
+    reading = Reading(engine, texts, job, cells)
     reading.check(cells)
     settings = reading.settings
     if calibration:
@@ -188,9 +192,8 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
         "versions": origin.versions(),
         "sequences_total": total,
     }
-    folder = args.output_dir
-    with Journal(folder, settings, resume=args.resume, allow=FREE, about=about) as journal:
-        said = about_before(journal, args.resume, total, "read")
+    with Journal(folder, settings, resume=resume, allow=FREE, about=about) as journal:
+        said = about_before(journal, resume, total, "read")
         for note in [*journal.notes, *sorted(engine.cautions), *said]:
             _say(note)
         try:
@@ -207,16 +210,7 @@ def measure(args: argparse.Namespace, command: str) -> list[LossRow] | None:
             f"The logits of all {len(records):,} texts were not finite, so there is nothing to sum up: try another "
             "--dtype or another checkpoint."
         )
-    return loss_summary.summarize(records, args.seed, settings["policies"])
-
-
-def length_of(args: argparse.Namespace) -> int | None:
-    """Tokens of a text that are read at most; None: all."""
-    if args.answers:
-        return None
-    if args.length is None and args.texts != REFERENCE:
-        return LENGTH
-    return args.length
+    return loss_summary.summarize(records, job.seed, settings["policies"])
 
 
 def title_of(settings: dict[str, Any]) -> str:
@@ -226,15 +220,16 @@ def title_of(settings: dict[str, Any]) -> str:
     return f"{escaped(settings['dataset'])}, {count} {texts} of up to {settings['length']:,} tokens"
 
 
-def cells_of(args: argparse.Namespace) -> list[Cell]:
+def cells_of(job: LossJob) -> list[Cell]:
     """The cells of a run, the full cache first. UsageError: as of `plan.plan`, and
     for a policy that foresees recorded texts."""
-    specs = None if args.policies is None else [Spec(text, args.schedule) for text in args.policies]
-    planned = plan(specs, args.budgets, args.schedule)
+    planned = plan(job.policies, job.budgets, job.schedule)
     others = [cell for cell in planned if cell.policy != FULL]
     for cell in others:
         refuse_recorded(cell.make())
-    return [Cell(Spec(FULL, args.schedule), None), *others]
+    if others and not job.beside_full:
+        return others
+    return [Cell(Spec(FULL, job.schedule), None), *others]
 
 
 def _run(reading: Reading, cells: Sequence[Cell], journal: Journal) -> None:
@@ -257,33 +252,31 @@ def _run(reading: Reading, cells: Sequence[Cell], journal: Journal) -> None:
 class Reading:
     """The texts, the model and the settings, which all cells share."""
 
-    def __init__(
-        self, engine: Engine, texts: Sequence[Text], args: argparse.Namespace, cells: Sequence[Cell]
-    ) -> None:
+    def __init__(self, engine: Engine, texts: Sequence[Text], job: LossJob, cells: Sequence[Cell]) -> None:
         assert engine.loaded.home is not None
         self.engine = engine
         self.texts = texts
-        length = length_of(args)
-        if args.answers:
+        length = job.read_length
+        if job.answers:
             self.given = given_answers(engine, texts)
         else:
-            self.given = given_texts(engine, texts, prompt_tokens=args.prompt_tokens, length=length)
+            self.given = given_texts(engine, texts, prompt_tokens=job.prompt_tokens, length=length)
         most = GPU_BATCH if engine.device.type == "cuda" else CPU_BATCH
-        self.batch_size = args.batch_size or min(most, len(texts))
+        self.batch_size = job.batch_size or min(most, len(texts))
         self.has_said_why = False
         self.settings: dict[str, Any] = {
             INSTRUMENT: "loss",
-            "model": model_name(args.model, args.adapter),
+            "model": model_name(job.model, job.adapter),
             "checkpoint": engine.loaded.home.checkpoint,
-            "dataset": args.texts if args.texts in NAMES else Path(args.texts).name,
+            "dataset": job.texts if job.texts in NAMES else Path(job.texts).name,
             "texts": {text.name: text.digits for text in texts},
-            "answers": args.answers,
-            "prompt_tokens": None if args.answers or args.texts == REFERENCE else args.prompt_tokens,
+            "answers": job.answers,
+            "prompt_tokens": None if job.answers or job.texts == REFERENCE else job.prompt_tokens,
             "length": max(len(one.ids) for one in self.given) if length is None else length,
             "policies": list(dict.fromkeys(cell.policy for cell in cells)),
-            "budgets": list(args.budgets),
-            "schedule": args.schedule,
-            "seed": args.seed,
+            "budgets": list(job.budgets),
+            "schedule": job.schedule,
+            "seed": job.seed,
             "batch_size": self.batch_size,
             "dtype": str(engine.dtype).removeprefix("torch."),
             "backend": engine.decoder.backend.name,

@@ -113,7 +113,7 @@ def _row(
         budget_tokens=fsum(shares) / len(shares) if shares else None,
         texts=count,
         tokens=sum(len(losses_of(r)) for r in records),
-        loss=fsum(_mean(losses_of(r)) for r in records) / count,
+        loss=fsum(map(mean_of, records)) / count,
         above=above(records, full, seed, lambda record, position: 0),
         behind=above(records, full, seed, distance),
         by_position=bands(records, full, seed, lambda record, position: position),
@@ -130,6 +130,11 @@ def _row(
 def losses_of(record: Record) -> list[float]:
     """The losses of a record, one for each token after the prompt."""
     return record.losses or []
+
+
+def mean_of(record: Record) -> float:
+    """The loss of a text: the mean over its tokens."""
+    return _mean(losses_of(record))
 
 
 def first_of(record: Record) -> int:

@@ -79,7 +79,7 @@ def read_texts(where: str, *, length: int = LENGTH, limit: int | None = None, se
         return _references(TRACES if limit is None else limit, seed)
     path = Path(where)
     if path.is_dir():
-        texts = [Text(found.relative_to(path).as_posix(), _content(found)) for found in _files(path)[:limit]]
+        texts = [Text(found.relative_to(path).as_posix(), _content(found)) for found in files_in(path)[:limit]]
         if not texts:
             raise UsageError(f"{escaped(path)} is a folder without texts: put some into it, or name another.")
         return texts
@@ -202,7 +202,7 @@ def _thinking_lines(path: Path) -> list[Text]:
     return texts
 
 
-def _files(folder: Path) -> list[Path]:
+def files_in(folder: Path) -> list[Path]:
     """The files in a folder and in its folders, but for hidden ones, in the order of their names."""
     found = []
     for path in folder.rglob("*"):

@@ -6,7 +6,7 @@ line of JSON, and the file is compressed (`zcat` shows it):
     key       all settings that decide the generated tokens: weights, policy with all its settings, budget, problems,
               how tokens are drawn, number type, backend, calibration
     source    hashes of the code of the policy, of its number formats, of its twins, of the kernels that it ran on
-    row       the summary of all sequences (`evaluate/summary.py`)
+    row       the summary of all sequences (`evaluate/summary.py`); of texts, their losses (`answers/losses.py`)
     answers   the answers of the first sequences
     right     which sequences were right, so that policies can be compared in pairs
     commit, date, machine, versions, command
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason, unwritable
+from minithink.evaluate.journal import INSTRUMENT
 from minithink.evaluate.plan import AMPLE, Cell, Spec
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
@@ -43,6 +44,9 @@ ANSWERS = 32  # sequences whose answers are kept, and compared after a change of
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/evaluate/padding.py`)
 WATCHED = ("recall", "needed")  # measured on request; a run with such a measurement also serves a key without it
+ALWAYS = ("checkpoint", "dataset", "limit", "problems")  # parts of every key
+OF_ANSWERS = ("split", "num_samples", *WATCHED, *DRAWS, "max_new_tokens")
+OF_LOSSES = (INSTRUMENT, "prompt_tokens", "length")
 
 
 @dataclass
@@ -191,9 +195,10 @@ def _text(value: Mapping[str, Any]) -> str:
 
 
 def key_of(settings: Mapping[str, Any], cell: Cell) -> dict[str, Any]:
-    """The key of a run of this cell. settings: those of an evaluation (`runner.py`), with or without the machine."""
-    names = ("checkpoint", "dataset", "split", "limit", "problems", "num_samples", *WATCHED, *DRAWS, "max_new_tokens")
-    key = {name: settings[name] for name in names}
+    """The key of a run of this cell. settings: those of an evaluation (`runner.py`), with or without the machine, or
+    those of losses (`answers/losses.py`)."""
+    own = OF_LOSSES if INSTRUMENT in settings else OF_ANSWERS
+    key = {name: settings[name] for name in (*ALWAYS, *own)}
     some = MACHINE if cell.budget is None else (*MACHINE, *PADDED)
     key |= {name: settings[name] for name in some if name in settings}
     needed = {member.calibration for member in members(cell.spec.policy(AMPLE))} - {""}
@@ -225,7 +230,7 @@ def serves(run: Run, key: Mapping[str, Any]) -> bool:
     An option that is newer than the run is not in the run's key. It stood at its default, as it does now: the text of
     the policy, which is equal, does not name it. An option that is gone fits nothing.
     """
-    if any(key[name] and not run.key[name] for name in WATCHED):
+    if any(key.get(name) and not run.key.get(name) for name in WATCHED):
         return False
     if any(key.get(name) != run.key.get(name) for name in PADDED):
         return False

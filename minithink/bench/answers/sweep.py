@@ -25,7 +25,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from minithink.bench.answers import overall, pool
+from minithink.bench.answers import losses, overall, pool
 from minithink.bench.answers.overall import DIFFERENCE, compared, points
 from minithink.bench.answers.pool import Run, key_of, pick, serves
 from minithink.bench.answers.processes import spread
@@ -36,7 +36,7 @@ from minithink.checkpoint.calibration import read as read_calibration
 from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
-from minithink.engine import TINY, device_of
+from minithink.engine import DTYPES, TINY, device_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
@@ -63,7 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("names", nargs="+", choices=tuple(SWEEPS), metavar="NAME", help=f"which comparisons: {', '.join(SWEEPS)}")
     add("--model", default="tiny", help="folder of another model that knows the families (default: the embedded one)")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
+    add("--dtype", choices=tuple(DTYPES), help="default: the checkpoint's own on a GPU, float32 elsewhere")
     add("--families", nargs="+", default=families(), choices=families(), help="default: all")
+    add(
+        "--texts",
+        type=location,
+        metavar="DIR",
+        help="for comparisons of losses: the folder that `python -m minithink.models texts` wrote (default: only "
+        "reference traces)",
+    )
     add("--limit", type=positive, metavar="N", help="fewer problems, for a quick look; needs --results")
     add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
     add("--max-new-tokens", type=positive, metavar="N", help="as in minithink.evaluate")
@@ -114,6 +122,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
+    if args.plot is not None or args.recheck:
+        losses.refuse(chosen, "--plot" if args.plot is not None else "--recheck")
     if args.limit and args.results == record.default_path("x").parent:
         raise UsageError("--limit is a quick look, and the documents show the pool: give another --results.")
     if not args.plot_only:
@@ -127,6 +137,7 @@ def fill(args: argparse.Namespace, argv: list[str], chosen: Sequence[Sweep]) -> 
     """Add the runs that the pool lacks for some comparisons."""
     wanted = list[Wanted]()
     for sweep in chosen:
+        losses.check(sweep, args.texts)
         wanted += wanted_of(sweep, args)
     record.check(args.results / pool.FILE, "--results")
     for path in args.join:
@@ -159,9 +170,7 @@ Wanted = dict[str, Any]  # a key without the machine's parts
 
 def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Wanted]:
     """The keys of a comparison, by family, then by policy and budget. args: None: as the documents show it."""
-    names = sweep.datasets or families()
-    if args is not None:
-        names = [name for name in names if name.partition(":")[0] in args.families]
+    names = datasets_of(sweep, args)
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
     elsewhere = sweep.checkpoint and (args is None or args.plot_only)
     keys = list[Wanted]()
@@ -169,27 +178,40 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
         settings = settings_of(sweep, name, folder, args)
         keys += [key_of(settings, cell) for cell in cells_for(sweep, folder)]
     for key in keys:
-        if key["policy"] == FULL:  # it holds all that attention looks at, so its recall is not measured
-            key["recall"] = False
+        if key["policy"] == FULL and not sweep.losses:
+            key["recall"] = False  # it holds all that attention looks at
         if elsewhere:
             key["checkpoint"] = sweep.checkpoint
             for part in OF_FOLDER:
-                del key[part]
+                key.pop(part, None)
     return keys
+
+
+def datasets_of(sweep: Sweep, args: argparse.Namespace | None = None) -> Sequence[str]:
+    """The names of a comparison's problems or texts, of which the options may leave some out."""
+    names = sweep.datasets or families()
+    if args is None:
+        return names
+    if sweep.losses:
+        return [name for name in names if name != losses.FIXED or args.texts is not None]
+    return [name for name in names if name.partition(":")[0] in args.families]
 
 
 def settings_of(sweep: Sweep, family: str, folder: Path, args: argparse.Namespace | None = None) -> dict[str, Any]:
     """The settings that `minithink.evaluate` would write for the comparison and the model in a folder, without the
     machine's."""
     config, own, weights = _about(folder)
+    calibration = dict[str, Any]()
+    for cell in cells_for(sweep, folder):
+        calibration |= calibrations_of(cell, folder)
+    if sweep.losses:
+        limit = None if args is None else args.limit
+        return losses.settings_of(sweep, family, weights, limit) | {"calibration": calibration}
     limit = sweep.problems
     longest = own.max_new_tokens or config.max_position
     if args is not None:
         limit = args.limit or limit
         longest = args.max_new_tokens or longest
-    calibration = dict[str, Any]()
-    for cell in cells_for(sweep, folder):
-        calibration |= calibrations_of(cell, folder)
     padding = {"padded_budget": sweep.padded, "group": sweep.group}
     return {
         "checkpoint": weights,
@@ -323,7 +345,9 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
 
 
 def _said_of_run(run: Run) -> str:
-    """How many answers of a run are right, and whether it was found stale."""
+    """How many answers of a run are right, and whether it was found stale; or the loss of its texts."""
+    if "losses" in run.row:
+        return f"loss {run.row['loss']:.4f}"
     stale = ", stale" if run.stale else ""
     return f"{run.row['pass_at_1']:.1%} right{stale}"
 
@@ -353,6 +377,7 @@ def job_of(args: argparse.Namespace, key: Wanted, limit: int) -> Job:
         num_samples=key["num_samples"],
         max_new_tokens=args.max_new_tokens,
         device=args.device,
+        dtype=args.dtype or "auto",
         batch_size=args.batch_size,
         padded_budget=key.get("padded_budget"),
         group=key.get("group", False),
@@ -364,14 +389,14 @@ def job_of(args: argparse.Namespace, key: Wanted, limit: int) -> Job:
 def evaluate(args: argparse.Namespace, argv: list[str], key: Wanted, limit: int) -> None:
     """Generate a cell, or finish it, in its folder. KeyboardInterrupt: it was interrupted."""
     folder = folder_of(args, key)
-    rows = runner.evaluate_alone(
-        job_of(args, key, limit),
-        folder,
-        command=origin.command("minithink.bench", argv),
-        resume=folder.is_dir(),
-        mean=length_of_full(args, key),
-    )
-    if rows is None:
+    command = origin.command("minithink.bench", argv)
+    if journal.INSTRUMENT in key:
+        done = losses.measure(args, key, folder, command)
+    else:
+        mean = length_of_full(args, key)
+        job = job_of(args, key, limit)
+        done = runner.evaluate_alone(job, folder, command=command, resume=folder.is_dir(), mean=mean) is not None
+    if not done:
         raise KeyboardInterrupt
 
 
@@ -383,9 +408,8 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
     elif not folder.is_dir():
         return []
     done = journal.read(folder)
-    examples = load_dataset(key["dataset"], key["split"], key["limit"])
     own = [r for r in done.records if (r.policy, r.budget) == (key["policy"], key["budget"])]
-    if len(own) < len(examples) * key["num_samples"]:
+    if len(own) < sequences_of(done, key):
         return []
     broken = sum(r.finish_reason == NON_FINITE for r in own)
     if broken:
@@ -393,18 +417,23 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
             f"{folder}: the logits of {broken:,} of {len(own):,} sequences were not finite, and a pool holds whole "
             "runs only: try another --dtype."
         )
-    [row] = [row for row in summarize(own) if row.group is None]
     own.sort(key=lambda record: (record.id, record.sample))
-    some = math.ceil(pool.ANSWERS / key["num_samples"])
-    asked = {example.id for example in examples[:some]}
     last = done.runs[-1]
+    settings = done.settings
+    found = dict[str, Any]()
+    if journal.INSTRUMENT in key:
+        settings = {**settings, **{name: key[name] for name in (*pool.ALWAYS, *pool.OF_LOSSES)}}
+        found = {"row": losses.row_of(own), "answers": []}
+    else:
+        [row] = [row for row in summarize(own) if row.group is None]
+        found["row"] = {f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"}
+        found["answers"] = answers_of(own, key)
+        found["right"] = "".join(map(digit_of, own))
     run = Run(
-        key=key_of(done.settings, Cell(Spec(row.policy), row.budget)),
-        source=_source_of(done, row.policy),
-        row={f.name: getattr(row, f.name) for f in fields(Row) if f.name != "group"},
-        answers=[[record.id, record.sample, record.found] for record in own if record.id in asked],
+        key=key_of(settings, Cell(Spec(key["policy"]), key["budget"])),
+        source=_source_of(done, key["policy"]),
         tokens=[sum(record.generated_tokens for record in own), len(own)],
-        right="".join(map(digit_of, own)),
+        **found,
         command=origin.command("minithink.bench", argv),
         commit=last["commit"],
         date=last["date"],
@@ -412,6 +441,21 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
         versions=last["versions"],
     )
     return [run]
+
+
+def sequences_of(done: journal.Run, key: Wanted) -> int:
+    """How many sequences a whole run has."""
+    if journal.INSTRUMENT in key:
+        return len(done.settings["texts"])
+    return len(load_dataset(key["dataset"], key["split"], key["limit"])) * int(key["num_samples"])
+
+
+def answers_of(records: Sequence[journal.Record], key: Wanted) -> list[list[Any]]:
+    """The answers of the first problems, which are kept: problem, sample, answer."""
+    some = math.ceil(pool.ANSWERS / key["num_samples"])
+    examples = load_dataset(key["dataset"], key["split"], key["limit"])
+    asked = {example.id for example in examples[:some]}
+    return [[record.id, record.sample, record.found] for record in records if record.id in asked]
 
 
 def digit_of(record: journal.Record) -> str:
@@ -524,9 +568,11 @@ def looks(where: Path) -> dict[str, list[Wanted]]:
     runs = sorted(pool.read(where), key=lambda run: run.date)
     seen = dict[str, dict[str, Any]]()  # by family
     for run in runs:
-        seen[run.key["dataset"]] = {name: run.key[name] for name in LOOK}
+        seen[run.key["dataset"]] = {name: run.key[name] for name in LOOK if name in run.key}
     found = dict[str, list[Wanted]]()
     for name, sweep in SWEEPS.items():
+        if sweep.losses:  # they have no table of their own
+            continue
         keys = [key | seen[key["dataset"]] for key in wanted_of(sweep) if key["dataset"] in seen]
         lacking = set[str]()
         for key, ran in zip(keys, pick(runs, keys, pool.shows), strict=True):

@@ -86,6 +86,9 @@ class Sweep:
     group: bool = False  # with `padded`: batches of prompts of similar length
     needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
     datasets: tuple[str, ...] = ()  # datasets of the problems; (): the embedded families
+    # The loss of texts is taken in place of answers (`answers/losses.py`): `datasets` names texts, `problems` says
+    # how many, and shares of a budget are of each text's length.
+    losses: bool = False
     beside: str = ""  # the policy that all other policies are compared with, problem by problem, at equal budgets
     # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so such runs
     # cannot be repeated.

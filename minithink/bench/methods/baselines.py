@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 import torch
 
@@ -26,7 +26,7 @@ from minithink.bench.methods import (
 )
 from minithink.bench.methods.dynts import OTHERS as AT_ONCE
 from minithink.bench.methods.rkv import DrawnRkv
-from minithink.bench.methods.settings import CHOSEN, GRID, RKV, at_once, protected, unprotected
+from minithink.bench.methods.settings import CHOSEN, RKV, TRIED, at_once, unprotected
 from minithink.kv.contract import Edit, Evict, Policy, Step
 from minithink.policies.ada_snapkv import AdaSnapKV
 from minithink.policies.h2o import H2O
@@ -73,7 +73,7 @@ SWEEPS = {
     ),
     "baselines-settings": Sweep(
         "settings of the policies that others compare with",
-        tuple(protected(name, setting) for name, settings in GRID.items() for setting in settings),
+        tuple(chain.from_iterable(TRIED.values())),
         budgets=(0.25,),
         problems=64,
     ),

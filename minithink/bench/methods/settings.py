@@ -5,7 +5,7 @@ The comparison baselines-settings (`baselines.py`) tries them; `best` chooses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 PROTECTED = "protect_prompt=true"
@@ -78,22 +78,29 @@ def at_once(policy: str) -> str:
     return of(name, *own, SAME)
 
 
-def best(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Policy → its text with the setting in GRID that has the most right answers of all families; of equals the
-    first. Settings that were not measured in every family are left out.
+def best(rows: Iterable[Mapping[str, Any]], tries: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Name → the text among its tries that has the most right answers of all families; of equals the first. Texts
+    that were not measured in every family are left out, and names without any other.
 
-    rows: of the comparison baselines-settings, as in the pool of results.
+    Args:
+        rows: of the comparison that tries the settings, as in the pool of results.
+        tries: name → texts of policies.
     """
     right: dict[str, list[float]] = {}
     for row in rows:
         right.setdefault(row["policy"], []).append(row["pass_at_1"])
     most = max(map(len, right.values()))
     whole = {policy: sum(shares) for policy, shares in right.items() if len(shares) == most}
-    texts = {name: [protected(name, setting) for setting in settings] for name, settings in GRID.items()}
-    return {name: max((text for text in own if text in whole), key=whole.__getitem__) for name, own in texts.items()}
+    found = {}
+    for name, texts in tries.items():
+        own = [text for text in texts if text in whole]
+        if own:
+            found[name] = max(own, key=whole.__getitem__)
+    return found
 
 
-BEST = {  # what `best` finds (tested)
+TRIED = {name: tuple(protected(name, setting) for setting in settings) for name, settings in GRID.items()}
+BEST = {  # what `best` finds of TRIED (tested)
     "h2o": "recent=0.75",
     "tova": "",
     "scissorhands": "history=400,buffer=16",

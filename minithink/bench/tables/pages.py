@@ -238,7 +238,7 @@ def heading(title: str, value: Any, table: Table) -> str:
 
 
 TABLES: dict[str, Table] = (
-    {f"sweep-{name}": sweep.TABLE for name in sweep.SWEEPS}
+    {f"sweep-{name}": sweep.TABLE for name, one in sweep.SWEEPS.items() if not one.losses}
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
     | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
     | collected("TABLES")  # a method may show its sweep in its own way

@@ -33,10 +33,10 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         cell.make(longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
-    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few")
+    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few", "transfer")
     assert (one.split == "test") == (name in tests)
-    many = ("crystal-kv-heat", "dynts-windows", "baselines-settings")  # cells
-    assert one.problems == (64 if name in many else 200)
+    many = ("crystal-kv-heat", "dynts-windows", "baselines-settings", "transfer-settings")  # cells
+    assert one.losses or one.problems == (64 if name in many else 200)
     assert one.beside in ("", *one.policies)
 
 
@@ -147,15 +147,19 @@ def test_all_families_and_their_table(
 def test_the_pool_chooses_the_settings_of_others() -> None:
     """On validation problems. By hand: of equals the first, and what lacks a family is left out."""
     rows = sweep.result_of("baselines-settings", record.default_path("x").parent)["measurements"]
-    assert settings.best(rows) == settings.CHOSEN
+    assert settings.best(rows, settings.TRIED) == settings.CHOSEN
     shares = {text: 0.5 for own in settings.GRID for text in (settings.protected(own, x) for x in settings.GRID[own])}
     made = [{"policy": text, "pass_at_1": share} for text, share in shares.items() for _ in range(3)]
     first = {name: settings.protected(name, own[0]) for name, own in settings.GRID.items()}
-    assert settings.best(made) == first
+    assert settings.best(made, settings.TRIED) == first
     other = settings.protected("h2o", settings.GRID["h2o"][2])
     more = {"policy": other, "pass_at_1": 0.6}
-    assert settings.best([more if row["policy"] == other else row for row in made]) == first | {"h2o": other}
-    assert settings.best([row for row in made if row["policy"] != other] + [more, more]) == first
+    changed = [more if row["policy"] == other else row for row in made]
+    assert settings.best(changed, settings.TRIED) == first | {"h2o": other}
+    less = [row for row in made if row["policy"] != other]
+    assert settings.best([*less, more, more], settings.TRIED) == first
+    none = [row for row in made if row["policy"] not in settings.TRIED["h2o"]]
+    assert "h2o" not in settings.best(none, settings.TRIED), "it was not measured"
 
 
 def test_a_new_default_changes_no_name_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,52 @@
+"""What `evaluate loss` reads: policies at budgets, and which texts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from minithink.engine import PROMPT_TOKENS
+from minithink.evaluate.plan import Spec
+from minithink.evaluate.texts import LENGTH, REFERENCE, STDLIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossJob:
+    """The options of `evaluate loss`, but for where the results go. None: what the option's help says."""
+
+    policies: Sequence[Spec] | None = None
+    budgets: Sequence[int | float] = ()
+    schedule: str | None = None  # of --schedule; each Spec has it, too
+    beside_full: bool = True  # the full cache is read, too; if not, nothing is compared with it
+    texts: str = STDLIB
+    answers: bool = False
+    prompt_tokens: int = PROMPT_TOKENS
+    length: int | None = None
+    limit: int | None = None
+    seed: int = 0
+    model: str = "tiny"
+    adapter: Path | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    backend: str = "auto"
+    calibration: Path | None = None
+    batch_size: int | None = None
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> LossJob:
+        """The job of a command line. Options that it does not have are at their defaults."""
+        values = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
+        if values.get("policies") is not None:
+            values["policies"] = [Spec(text, args.schedule) for text in args.policies]
+        return cls(**values)
+
+    @property
+    def read_length(self) -> int | None:
+        """Tokens of a text that are read at most; None: all."""
+        if self.answers:
+            return None
+        if self.length is None and self.texts != REFERENCE:
+            return LENGTH
+        return self.length
