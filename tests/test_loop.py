@@ -6,17 +6,18 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 import minithink.kv.manager as manager_module
 import minithink.loop as loop_module
-from minithink.backend import REFERENCE, Backend, triton_backend
+from minithink.backend import REFERENCE, TORCH, Backend, triton_backend
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.batch import ACTIVE, FIELDS, Batch
@@ -26,6 +27,7 @@ from minithink.kv.view import View
 from minithink.loop import SIZES, DecodeLoop
 from minithink.model import Decoder, Rope
 from minithink.policies import parse, vase
+from minithink.policies.snapkv import SnapKV
 from minithink.policies.vase import spread
 from minithink.sampling import SamplingParams
 from minithink.stream import Stream
@@ -41,6 +43,8 @@ from tests.kv.test_batches import (
     observed,
     with_backend,
 )
+from tests.kv.test_decisions import TEXTS, AsksNothing
+from tests.policies.test_laws import TEXTS as SMALL
 from tests.policies.test_laws import decoder_of
 from tests.strategies import example_config, random_decoder
 
@@ -53,6 +57,7 @@ POLICIES = (
     "streaming_llm:budget=80,sink=4,rerotate=true",
     "random:budget=100",
     "random_attention:budget=112,buffer=16",
+    "sepllm:budget=112",
     "rkv:budget=96,buffer=16",
     "ada_snapkv:budget=96,buffer=16",
     "pyramidkv:budget=96,buffer=16",
@@ -70,6 +75,8 @@ ROUNDING = (
     "thinkv:budget=160,tau=32,retention=16/8/4",
     "tbq:tau=32",
 )
+# Every policy, in many settings
+EVERY = [*SMALL, *(text for text in TEXTS if text not in SMALL), "kivi:bits=4,group=16,residual=16,flush=official"]
 # ThinKV with small segments, whose types differ
 SEGMENTS = "tau=8,retention=4/2,block=2,layers=0/1,thresholds=0.44/0.54"
 # In the first layer equal tokens have equal values, whatever their positions. VaSE keeps the largest, and which of
@@ -171,6 +178,9 @@ def test_a_graph_is_its_steps(policy: str, monkeypatch: pytest.MonkeyPatch) -> N
         "thinkv:budget=160,tau=32,retention=16/8/4,key_axis=token,precision=R8E4T0,sparsity_rows=4",
         "tbe:budget=160,tau=32,retention=16/8/4",
         "tbq:tau=32",
+        "thinkv:budget=160,tau=32,retention=16/8/4,thoughts=keyword",
+        "sepllm:budget=112,fill=true",
+        "sepllm:budget=112+quant:fmt=nvfp4,buffer=32",
     ],
 )
 def test_captured_decisions_are_decisions(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,8 +548,10 @@ class SeesAll(KVManager):
         "morphkv:budget=14,schedule=interval:3",
         "quant:fmt=nvfp4,by=token,buffer=16",
         "kivi:bits=4,group=16,residual=16",
+        "sepllm:budget=15,initial=2,separators=4,window=5",
         f"thinkv:budget=34,g=4,{SEGMENTS}",
         f"tbe:budget=24,{SEGMENTS}",
+        "thinkv:budget=34,tau=8,g=4,retention=4/2,block=2,thoughts=keyword",
     ],
 )
 @pytest.mark.usefixtures("by_launches")
@@ -657,7 +669,9 @@ class Careful(Launched):
         "h2o:budget=14",
         "raas:budget=18",
         "lazy_eviction:budget=14,window=4,alpha=0.05",
+        "sepllm:budget=15,initial=2,separators=4,window=5",
         f"thinkv:budget=34,g=4,{SEGMENTS}",
+        "thinkv:budget=34,tau=8,g=4,retention=4/2,block=2,thoughts=keyword",
     ],
 )
 @pytest.mark.usefixtures("by_launches")
@@ -729,6 +743,59 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
     assert number > 6
     assert min(widths) < max(widths)
     assert {width for _, _, width, *_ in loop.steps} == set(widths)
+
+
+def as_kernels(backend: Backend) -> Backend:
+    """The same functions, in which nobody looks for what a graph cannot capture: on a GPU they are kernels."""
+
+    def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **named: Any) -> Any:
+            with _disable_current_modes():
+                return function(*args, **named)
+
+        return call
+
+    names = {field.name for field in fields(Backend)} - {"name", "capturable", *TORCH}
+    return replace(backend, **{name: hidden(getattr(backend, name)) for name in names})
+
+
+class Strict(Launched):
+    """Refuses what a CUDA graph cannot capture, where the host reads the device's memory first of all."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], object], values: Tensor, out: Tensor, pool: Any) -> None:
+        def watched(values: Tensor, out: Tensor) -> None:
+            with AsksNothing():
+                run(values, out)
+
+        super().__init__(watched, values, out, pool)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.usefixtures("by_launches")
+def test_what_is_captured_asks_the_host_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that draw tokens or read given texts, decisions and flushes."""
+    monkeypatch.setattr(loop_module, "Captured", Strict)
+    monkeypatch.setattr(loop_module, "capturer", lambda cache: Strict if cache.capturable else None)
+    decoder = with_backend(decoder_of(0), as_kernels(ONE_BY_ONE))
+    options: dict[str, Any] = {"rows": 3, "tokens": 60, "columns": "fit", "think_ids": (7, 8), "poison": False}
+    manager = manager_for(decoder, parse(policy), backend=decoder.backend, **options)
+    loop = DecodeLoop(decoder, manager, SamplingParams(temperature=0), sizes=(1, 3))
+    for seq, n in ((0, 13), (1, 9)):
+        manager.join(seq, 60, n)
+        feed(decoder, manager, {seq: text_of(decoder.config, n, seq)})
+    words = text_of(decoder.config, 40, 5)
+    for i in range(20):
+        seqs = [0, 1] if i % 3 else [1]
+        fed = [words[i + seq] for seq in seqs]
+        if i % 4 == 1:
+            loop.read(seqs, fed, [words[i + seq + 1] for seq in seqs])
+        else:
+            loop.step(seqs, fed)
+    assert loop.steps
+    assert {key.compares for key in loop.steps} == {False, True}
+    after_prompts = not isinstance(manager.policy, SnapKV)
+    assert bool(loop.decisions) == (manager.captures_decisions and after_prompts)
+    assert bool(loop.flushes) == (manager.captures_flushes and 0 < manager.store.storage.buffer <= 16)
 
 
 @pytest.mark.usefixtures("by_launches")

@@ -392,7 +392,7 @@ class Policy:
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0
     beside: int = 1  # tokens that a budget must have room for beside a protected prompt
-    listens: bool = True  # whether the policy's `listen` is called; False: its options need no text
+    listens: bool = True  # whether the policy is told its text (`listen`); False: its options need none
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -436,8 +436,17 @@ class Policy:
         policy defines it."""
 
     def listen(self, row: int, ids: Sequence[int]) -> None:
-        """The next tokens of a row's text, those of the prompt and later generated ones, on the host. A step's token
-        is told before `decide`. Only called where a policy defines it and `listens`."""
+        """The newest generated token of a row, on the host; no token if its id is not known. It is called before the
+        `decide` of its step, and only where a policy defines it and `listens`.
+
+        Without a `listen_prompt`, it is also told the tokens of the prompt, several at once. A `capturable` policy
+        may write what it heard into its state on the device, where the captured `decide` finds it.
+        """
+
+    def listen_prompt(self, row: int, ids: Sequence[int]) -> None:
+        """The next tokens of a row's prompt, on the host. Only called where a policy defines `listen` or this, and
+        `listens`."""
+        self.listen(row, ids)
 
     def decide(self, step: Step) -> Iterable[Edit]:
         """What to change, after the forward pass in which the rows `step.active` took part."""

@@ -87,7 +87,7 @@ from minithink.kv.recorder import Recorder
 from minithink.kv.requantize import Moves
 from minithink.kv.sequences import Sequences
 from minithink.kv.sizes import UNLIMITED, check_budget, needs
-from minithink.kv.stack import members
+from minithink.kv.stack import listeners, members
 from minithink.kv.store import SAME, PagedStore
 from minithink.kv.view import View
 from minithink.model import Rope
@@ -181,8 +181,7 @@ class KVManager:
         watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
         self.steers = bool(steering)
         self.captures_steering = all(p.capturable for p in (*steering, *watching))
-        hearing = (p for p in members(policy) if type(p).listen is not Policy.listen)
-        self.listening = tuple(p for p in hearing if p.listens)
+        self.listening = listeners(policy)
         self.deciding = tuple(p for p in members(policy) if type(p).decide is not Policy.decide)
         self.limits = checks.limits_of(self.deciding)
 
@@ -517,15 +516,11 @@ class KVManager:
         if begun is not None and self._opens:
             self._note_begun(group.rows, begun)
         self.sequences.count(group, tokens)
-        self._listen(group.rows, [[token] for token in tokens])
+        for policy in self.listening:
+            for row, token in zip(group.rows, tokens, strict=True):
+                policy.listen(row, [token] if token >= 0 else [])
         self.store.appended(group.rows, [known.length for known in group.known])
         self._over()
-
-    def _listen(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
-        """Tell the policies that follow texts the new tokens of these rows, which are known (not −1)."""
-        for policy in self.listening:
-            for row, ids in zip(rows, texts, strict=True):
-                policy.listen(row, [token for token in ids if token >= 0])
 
     def acting(self, batch: Batch, due: Sequence[int] | None = None) -> Batch | None:
         """The rows on which the policy acts after a step, as a batch of their own; None: no row is due.
@@ -725,7 +720,9 @@ class KVManager:
         """End a step that read prompts. The policy acts on prompts that are complete; then they are stored."""
         now.count()
         if now.tokens:
-            self._listen(now.rows, now.texts())
+            for policy in self.listening:
+                for row, ids in zip(now.rows, now.texts(), strict=True):
+                    policy.listen_prompt(row, [token for token in ids if token >= 0])
         self.sequences.recheck()
         complete = now.complete()
         rows = [] if complete is None else complete.row.tolist()

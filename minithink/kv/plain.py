@@ -74,7 +74,7 @@ from minithink.kv.contract import (
 from minithink.kv.lanes import FIRST_COLUMNS, Lanes
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.sizes import UNLIMITED, check_budget
-from minithink.kv.stack import members
+from minithink.kv.stack import listeners, members
 from minithink.kv.step import ShownStep
 from minithink.model import Rope
 from minithink.ref.attention import attention
@@ -190,8 +190,7 @@ class PlainCache:
         parts = members(policy)
         self.deciding = [p for p in parts if type(p).decide is not Policy.decide]
         self.limits = checks.limits_of(self.deciding)
-        hearing = [p for p in parts if type(p).listen is not Policy.listen]
-        self.listening = [p for p in hearing if p.listens]
+        self.listening = listeners(policy)
         self.steers = any(type(p).steer is not Policy.steer for p in parts)
         self.watches = any(type(p).watch is not Policy.watch for p in parts)
         self.sequences: dict[int, Running] = {}  # by their numbers
@@ -528,11 +527,7 @@ class PlainCache:
         self._now = []
         for now in steps:
             running = now.running
-            # Ids that are not known (−1) are left out. A generated token is told all the same: as an empty list.
-            if now.tokens or not now.prompt:
-                for policy in self.listening:
-                    known = [token for token in now.tokens if token >= 0]
-                    policy.listen(running.row, known)
+            self._tell(now)
             if running.clock < 0:  # a part of the prompt is still to come
                 continue
             if now.prompt:
@@ -546,6 +541,16 @@ class PlainCache:
             if opened is not None:
                 running.lanes.thought = opened
                 running.kinds.append(opened)
+
+    def _tell(self, now: Pass) -> None:
+        """Tell policies that follow the text its new tokens, but for those whose ids are not known (−1)."""
+        row = now.running.row
+        known = [token for token in now.tokens if token >= 0]
+        for policy in self.listening:
+            if not now.prompt:
+                policy.listen(row, known)
+            elif now.tokens:
+                policy.listen_prompt(row, known)
 
     def _decide(self, running: Running, always: bool) -> int | None:
         """Let the policy act on one sequence, and apply its edits.

@@ -89,3 +89,14 @@ class Stack(Policy):
 def members(policy: Policy) -> tuple[Policy, ...]:
     """The members of a stack; for any other policy, the policy itself."""
     return policy.members if isinstance(policy, Stack) else (policy,)
+
+
+def listeners(policy: Policy) -> tuple[Policy, ...]:
+    """The members that are told their texts, see `Policy.listen`."""
+    found = []
+    for member in members(policy):
+        kind = type(member)
+        hears = kind.listen is not Policy.listen or kind.listen_prompt is not Policy.listen_prompt
+        if hears and member.listens:
+            found.append(member)
+    return tuple(found)

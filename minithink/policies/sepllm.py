@@ -46,6 +46,7 @@ class SepLLM(Policy):
 
     name = "sepllm"
     summary = "keep the first tokens, separators and the last tokens (SepLLM)"
+    capturable = True
     scope = "sequence"
 
     def __post_init__(self) -> None:
@@ -70,17 +71,48 @@ class SepLLM(Policy):
         only_spaces = bool(token) and not bare
         return bare in SEPARATORS or only_spaces
 
+    # -- state: whether each token of the text is a separator, by its position
+
     def setup(self, shape: Shape) -> None:
         if self._ids is None:
             raise UsageError(f"{self.name} reads the text, and there is no tokenizer here.")
-        self._heard = [list[bool]() for _ in range(shape.rows)]  # whether each token is a separator; on the host
+        positions = max(1, shape.tokens)
+        self._by_position = torch.zeros(shape.rows, positions, dtype=torch.bool, device=shape.device)
+        # Whether an id is a separator. The last entry is false, and stands for all larger ids.
+        table = torch.zeros(max(self._ids, default=0) + 2, dtype=torch.bool)
+        for i in self._ids:
+            table[i] = True
+        self._table = table.to(shape.device)
+        self._read = [0] * shape.rows  # tokens of each row's prompt that were read so far
 
     def reset(self, row: int) -> None:
-        self._heard[row] = []
+        self._by_position[row] = False
+        self._read[row] = 0
 
-    def listen(self, row: int, ids: Sequence[int]) -> None:
-        assert self._ids is not None
-        self._heard[row] += [token in self._ids for token in ids]
+    def state(self) -> Iterable[Tensor]:
+        return self._by_position, self._table
+
+    def listen_prompt(self, row: int, ids: Sequence[int]) -> None:
+        start = self._read[row]
+        self._read[row] += len(ids)
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self._by_position.device)
+        self._by_position[row, start : start + len(ids)] = self._look_up(tokens)
+
+    def watch(self, step: Step) -> None:
+        """Note whether the newest tokens are separators."""
+        position = (step.prompt + step.clock - 1).long()
+        position = position.clamp(0, self._by_position.shape[1] - 1)
+        old = self._by_position[step.row, position]
+        new = self._look_up(step.tokens)
+        self._by_position[step.row, position] = torch.where(step.active, new, old)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Whether tokens are separators: int64 [N], −1 where an id is not known → bool [N]."""
+        last = len(self._table) - 1
+        known = (ids >= 0) & (ids < last)
+        return self._table[torch.where(known, ids, last)]
+
+    # -- a step
 
     def decide(self, step: Step) -> Iterable[Edit]:
         due, _ = self.due(step)  # bool [1, B, 1]
@@ -100,7 +132,7 @@ class SepLLM(Policy):
         room = torch.minimum(room - count(initial), s)
         # separators: the last s of them; with fill, newer tokens in the places of missing ones
         others = others & ~initial
-        separator = self._separator(step, due, pos)
+        separator = self._separators(step)
         score = pos.double() + separator * 2.0**32  # separators before other tokens, and newer ones before older
         kept = step.ops.keep_best(score, others if self.fill else others & separator, room)
         yield Evict(due[..., None] & others & ~kept)
@@ -109,14 +141,12 @@ class SepLLM(Policy):
         """A number of tokens, or a share of the room: int32, shaped as room."""
         return torch.full_like(room, int(size)) if size >= 1 else share_of(room, size)
 
-    def _separator(self, step: Step, due: Tensor, pos: Tensor) -> Tensor:
-        """True for separators in the rows that are due: bool, shaped as pos."""
-        out = torch.zeros(pos.shape, dtype=torch.bool)
-        for i in due.any(2).any(0).nonzero().flatten().tolist():
-            heard = torch.tensor(self._heard[int(step.row[i])])
-            at = pos[:, i].cpu().long()  # in a stack, lanes may hold different tokens
-            out[:, i] = heard[at.clamp(min=0)] & (at >= 0)
-        return out.to(pos.device)
+    def _separators(self, step: Step) -> Tensor:
+        """The separators among the tokens held: bool [Lt, B, Ht, S]."""
+        pos = step.pos()
+        of_rows = self._by_position[step.row]  # [B, T]
+        of_rows = of_rows[None, :, None].expand(*pos.shape[:3], -1)
+        return of_rows.gather(-1, pos.clamp(min=0).long()) & (pos >= 0)
 
 
 def count(mask: Tensor) -> Tensor:
@@ -134,4 +164,3 @@ def count(mask: Tensor) -> Tensor:
 # - s and w below 1 are shares of the tokens that may stay beside a protected prompt (not the default), so that each
 #   sequence may have its own budget. The code's s 64 and w 256 of c 800 are 0.08 and 0.32. If a, s and w do not fit,
 #   the window comes first, then the initial tokens.
-# - The host reads the text, so decisions are not captured into the step's graph.

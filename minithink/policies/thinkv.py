@@ -73,17 +73,24 @@ class ThinKV(ThinKVOptions):
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         # How many times a segment lost tokens, in case 1 and in case 2.
         self.cases = torch.zeros(2, shape.rows, dtype=torch.int32, device=shape.device)
-        # With thoughts=keyword the ids of each row's tokens, prompt and answer.
+        # With thoughts=keyword the ids of each row's generated tokens, how many there were (some ids may not be
+        # known), and the type that they tell where a segment begins.
         self._heard: list[list[int]] = [[] for _ in range(shape.rows)]
+        self._generated = [0] * shape.rows
+        words = shape.rows if self.thoughts == "keyword" else 0
+        self._told = torch.full((words,), REASONING, dtype=torch.uint8, device=shape.device)
 
     def reset(self, row: int) -> None:
         self.kind[row] = 0
         self.level[row] = 0
         self.cases[:, row] = 0
         self._heard[row] = []
+        self._generated[row] = 0
+        if self.thoughts == "keyword":
+            self._read_words(row)
 
     def state(self) -> Iterable[Tensor]:
-        return self.kind, self.level, self.cases
+        return self.kind, self.level, self.cases, self._told
 
     def counts(self, row: int) -> dict[str, int]:
         if self.budget is None:
@@ -106,8 +113,19 @@ class ThinKV(ThinKVOptions):
         over = (step.held() > step.budget) & step.active[:, None]
         return over | in_any_case[:, None], step.budget
 
+    def listen_prompt(self, row: int, ids: Sequence[int]) -> None:
+        """Words of the prompt tell no type."""
+
     def listen(self, row: int, ids: Sequence[int]) -> None:
         self._heard[row] += ids
+        self._generated[row] += 1
+        if self._generated[row] % self.tau == 0:
+            self._read_words(row)
+
+    def _read_words(self, row: int) -> None:
+        """Find the type that an answer's last words tell, on the host, and write it where `decide` reads it."""
+        assert self._type_of_text is not None
+        self._told[row] = self._type_of_text(self._heard[row])
 
     def decide(self, step: Step) -> Iterator[Edit]:
         if not step.any(lambda: self.due(step)[0]):
@@ -136,7 +154,7 @@ class ThinKV(ThinKVOptions):
         if self.types == 1:
             return torch.full_like(step.thought, REASONING)
         if self.thoughts == "keyword":
-            return self._by_words(step)
+            return self._told[step.row]
         return self._by_sparsity(step)
 
     def _by_sparsity(self, step: Step) -> Tensor:
@@ -155,16 +173,6 @@ class ThinKV(ThinKVOptions):
         exists = newest[:, None] >= age  # [B, Q]: a short prompt has fewer queries than Q
         mean = (sparsity * exists).sum(-1).mean(0) / exists.sum(-1).clamp(min=1)
         return type_of(mean, self.theta)
-
-    def _by_words(self, step: Step) -> Tensor:
-        """The type that an answer's last words tell, for the sequences in which a segment begins: uint8 [B]."""
-        assert self._type_of_text is not None
-        kind = torch.full_like(step.thought, REASONING)
-        for i in self._refresh(step).nonzero().flatten().tolist():
-            prompt = int(step.prompt[i])
-            text = self._heard[int(step.row[i])]
-            kind[i] = self._type_of_text(text[prompt:])
-        return kind
 
     def evict(self, step: Step) -> Iterator[Evict]:
         """TBE: evict the tokens that segments may not keep. With T0 also the group of transition tokens that has just
@@ -274,7 +282,8 @@ class Tbe(ThinKV):
 # - One query is measured, the newest: a decode step has no other (figure 13). Its weights are those that attention
 #   computes anyway. With sparsity_rows > 1 the weights of all these queries are computed again from the keys.
 # - thoughts=keyword takes the type from the words of the answer so far (`text/thoughts.py`: the words of table 7, and
-#   more). The paper does not use words during inference (§D.2). The host reads every token then.
+#   more). The paper does not use words during inference (§D.2). The host reads every token then,
+#   and writes the type of the next segment where the captured decision finds it.
 # - With |T| < 3 there are no transitions, and so there is no case 1 (§6.3; §E.10 for |T| = 1).
 #
 # Eviction (TBE):

@@ -83,10 +83,8 @@ class ThinKVOptions(Policy):
         # With thoughts=keyword: the type of the thought that a text of these tokens ends in.
         self._type_of_text: Callable[[Sequence[int]], int] | None = None
         self.listens = self.thoughts == "keyword"
-        if self.thoughts == "keyword":
-            if self.types != 3:
-                raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
-            self.capturable = False  # type: ignore[misc]  # the host reads every token
+        if self.thoughts == "keyword" and self.types != 3:
+            raise UsageError(f"{self.name}: words tell three types, and types={self.types}: drop one of them.")
         self.take_thresholds({})  # those that the options name; `bind` adds those of the calibration
 
     # -- what follows from the options

@@ -58,6 +58,9 @@ class Cut(Policy):
 BYTES = (b" x", b".\n", b" Wait", b" y", b"\n\n", b" again")  # token t has those of number t mod 6
 
 
+WORDS = ("Wait", "Now", "Think", "\n\nSo")  # the text of token t begins with that of number t mod 4
+
+
 class Reader:
     """Stands for the rules of a task family: every third token may still be read (`dynts_oracles.Live`)."""
 
@@ -86,8 +89,8 @@ class Known:
         self.values = values
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Tokens are written as their ids."""
-        return [f"{token} " for token in ids]
+        """Sentences of a word and the token's id. They tell every type of thought (`text/thoughts.py`)."""
+        return [f"{WORDS[token % len(WORDS)]} {token}. " for token in ids]
 
     def calibration(self, name: str) -> Mapping[str, Any]:
         return self.values

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 import minithink.kv.manager as manager_module
 from minithink.backend import REFERENCE, triton_backend
@@ -65,6 +65,7 @@ CAPTURABLE = (
     "raas",
     "lazy_eviction",
     "morphkv",
+    "sepllm",
 )
 TEXTS = (
     *(text for name in CAPTURABLE for text in SMALL[name]),
@@ -80,6 +81,9 @@ TEXTS = (
     "seal:alpha_0=0.5+skipkv:budget=18,schedule=interval:5,alpha=4,tau=0.3,steering=false",
     "dynts:budget=30,local=5+rkv:budget=24,buffer=3,alpha=4",
     "dynts:budget=26,local=5,ratio=0.5+quant:fmt=nvfp4",
+    "thinkv:budget=34,tau=4,retention=2/1,g=4,block=2,thoughts=keyword",
+    "tbe:budget=24,tau=6,retention=3/2/1,block=2,thoughts=keyword",
+    "sepllm:budget=20,separators=4,window=5+thinkv:budget=34,tau=4,retention=2/1,g=4,block=2,thoughts=keyword",
 )
 NEVER, IDLE = 10**6, 5  # no token; a token that nobody may look at
 
@@ -384,6 +388,9 @@ def test_other_edits_are_refused() -> None:
 class AsksNothing(TorchDispatchMode):
     """Refuses what a CUDA graph cannot capture: numbers read or made by the host, shapes that depend on values."""
 
+    # Methods that read a tensor. On a CPU there is no operation behind some, and in inference mode behind none.
+    READING = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+
     REFUSED = (
         "_local_scalar_dense",
         "lift_fresh",
@@ -394,34 +401,64 @@ class AsksNothing(TorchDispatchMode):
         "unique",
         "unique2",
         "_unique2",
-        "repeat_interleave",
         "bincount",
     )
 
+    def __enter__(self) -> AsksNothing:
+        self.methods = {name: getattr(Tensor, name) for name in self.READING}
+        for name, method in self.methods.items():
+            setattr(Tensor, name, self.refusing(name, method))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for name, method in self.methods.items():
+            setattr(Tensor, name, method)
+
+    def refusing(self, name: str, method: Any) -> Any:
+        """The method, which is refused where this mode is on."""
+
+        def read(x: Tensor, *args: Any, **named: Any) -> Any:
+            assert not isinstance(_get_current_dispatch_mode(), AsksNothing), name
+            return method(x, *args, **named)
+
+        return read
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::").split(".")[0]
+        name, _, overload = func.name().removeprefix("aten::").partition(".")
         assert name not in self.REFUSED, name
+        assert name != "repeat_interleave" or overload == "self_int", "a tensor says how often to repeat"
         if name in ("index", "index_put_"):
             assert all(i is None or i.dtype != torch.bool for i in args[1]), f"{name} by a mask"
         return func(*args, **(kwargs or {}))
 
 
-def test_what_asks_is_noticed() -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_asks_is_noticed(inference: bool) -> None:
     x = torch.arange(3)
     for wrong in (
         lambda: x.sum().item(),
-        lambda: x.tolist()[int(x[0])],
+        lambda: x.tolist(),
+        lambda: x.numpy(),
+        lambda: x.cpu(),
+        lambda: int(x[0]),
+        lambda: float(x[0]),
+        lambda: range(x[0]),
         lambda: torch.tensor([1, 2]),
         lambda: x[x > 1],
         lambda: bool(x.any()),
         lambda: x.nonzero(),
         lambda: x.masked_select(x > 1),
         lambda: torch.tensor(3),
+        lambda: x.repeat_interleave(x),
     ):
-        with pytest.raises(AssertionError), AsksNothing():
+        with pytest.raises(AssertionError), torch.inference_mode(inference), AsksNothing():
             wrong()
-    with AsksNothing():
+    with torch.inference_mode(inference), AsksNothing():
         _ = x[x] + torch.where(x > 1, x, 0)
+        _ = x.repeat_interleave(2)
+    assert x.cpu().tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,13 @@ NINE = [b"." if i == 9 else b"x" for i in range(10)]  # token 9 separates
 
 def told(policy: SepLLM, ids: list[int], rows: int = 1) -> SepLLM:
     policy.bind(Known(vocabulary=NINE))
-    policy.setup(type("Shape", (), {"rows": rows})())
-    policy.listen(0, ids)
+    policy.setup(shape(rows))
+    policy.listen_prompt(0, ids)
     return policy
+
+
+def shape(rows: int) -> Any:
+    return type("Shape", (), {"rows": rows, "tokens": 20, "device": torch.device("cpu")})()
 
 
 def step(pos: list[int], budget: int) -> Any:
@@ -77,7 +82,7 @@ def test_fill(ids: list[int], want: list[int]) -> None:
 def test_sizes(sizes: Any, want: Any) -> None:
     """All tokens separate. If the sizes do not fit, the window comes first, then the initial tokens."""
     policy = told(SepLLM(budget=12, **sizes), [], rows=2)
-    policy.listen(1, [9] * 13)
+    policy.listen_prompt(1, [9] * 13)
     now = step(list(range(13)), 12)
     now.row = torch.tensor([1])
     assert stays(policy, now) == [list(want)]
@@ -123,7 +128,7 @@ def test_defaults() -> None:
 
 def test_it_needs_a_tokenizer() -> None:
     with pytest.raises(UsageError, match="tokenizer"):
-        SepLLM(budget=9).setup(type("Shape", (), {"rows": 1})())
+        SepLLM(budget=9).setup(shape(1))
 
 
 def test_what_stays() -> None:
@@ -140,7 +145,7 @@ def test_without_fill_missing_separators_leave_room() -> None:
     policy = told(SepLLM(budget=9, initial=0, separators=3, window=3), [7, 9, 5, 5, 6, 5, 4, 3, 2, 1])
     assert stays(policy, step(list(range(10)), 9)) == [[1, 7, 8, 9]]
     policy.reset(0)
-    policy.listen(0, [7, 7, 5, 9, 9, 5, 4, 3, 2, 1])
+    policy.listen_prompt(0, [7, 7, 5, 9, 9, 5, 4, 3, 2, 1])
     assert stays(policy, step(list(range(10)), 9)) == [[3, 4, 7, 8, 9]]
 
 
@@ -156,3 +161,24 @@ def test_the_form_in_dynts_paper_keeps_as_many_tokens_as_a_window() -> None:
             lengths.append([len(lane) for cache in follow(policy, [8], 50) for lane in held(cache, 0)])
         assert lengths[0] == lengths[1]
         assert min(lengths[0][40:]) < max(lengths[0][40:]) <= 24
+
+
+def test_generated_tokens_are_read_by_position() -> None:
+    """Of rows that take part; an id that is not known, or has no token, is no separator."""
+    policy = told(SepLLM(budget=9), [5, 9], rows=3)
+    policy.listen_prompt(1, [9])
+    before = policy._by_position.clone()
+    now = SimpleNamespace(
+        row=torch.tensor([1, 0, 2]),
+        active=torch.tensor([True, True, False]),
+        prompt=torch.tensor([1, 2, 1], dtype=torch.int32),
+        clock=torch.tensor([3, 1, 1], dtype=torch.int32),
+        tokens=torch.tensor([9, 9, 9]),
+    )
+    policy.watch(now)  # type: ignore[arg-type]
+    before[1, 3] = before[0, 2] = True
+    assert torch.equal(policy._by_position, before)
+    for token in (-1, 10, 1000, 4):
+        now.tokens = torch.tensor([token] * 3)
+        policy.watch(now)  # type: ignore[arg-type]
+        assert policy._by_position.sum() == 2, "the prompts' separators are left"

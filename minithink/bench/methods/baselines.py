@@ -159,8 +159,7 @@ STAND_INS: StandIns = {
     **{cls: partial(stand_in, DrawnRkv) for cls in (SnapKVDecode, AdaSnapKV, PyramidKV)},
     **{cls: partial(stand_in, ByLot) for cls in (H2O, Tova, Scissorhands, MorphKV, VaSE, RaaS, LazyEviction)},
 }
-# Each policy as its authors run it: its defaults. `sepllm` is not here, because the host follows the text for it and
-# decides between captured steps.
+# Each policy as its authors run it: its defaults. `sepllm` is not here, because it needs a text with separators.
 EVERY = (  # policies that decide in every step
     "window",
     "streaming_llm",

@@ -50,7 +50,7 @@ def made(name: str) -> Steady:
 
 def test_every_policy_of_the_comparisons_is_timed() -> None:
     names = {text.partition(":")[0] for text in ALL}
-    assert names - {"sepllm", "dynts"} <= {*METHODS}, "for sepllm the host decides, and dynts has cases of its own"
+    assert names - {"sepllm", "dynts"} <= {*METHODS}, "sepllm needs a text, and dynts has cases of its own"
     assert {POLICIES[name] for name in SETTINGS} == {*STAND_INS}
 
 
