@@ -1,4 +1,4 @@
-"""Train the embedded reasoning model: `python -m minithink.train --output DIR`.
+"""Train the embedded reasoning model, or another one, on the puzzles: `python -m minithink.train --output DIR`.
 
 Data: worker processes draw new documents as training goes, and skip problems of the validation and test splits by
 their content. Documents are packed into rows of one length (`minithink/train/data.py`), so every step has one shape
@@ -12,10 +12,10 @@ learning rate serves both optimizers), all other parameters by AdamW. The learni
 GPUs share a step under `torchrun --nproc-per-node N -m minithink.train …`.
 
 `--init FOLDER` continues from the weights of a checkpoint; with `--head-dim` its attention heads are first made
-twice as wide (`minithink/train/widen.py`). With `--lora-rank N` its weights stay, and a LoRA adapter for
-them is trained by AdamW and written in PEFT's format (`minithink/train/lora.py`). `--adapter FOLDER` goes on with an
-adapter that such a run has written. `--seconds N` ends the run after N
-seconds: the schedule follows the clock whenever the clock is ahead of the tokens.
+twice as wide (`minithink/train/widen.py`). With `--lora-rank N` its weights stay, and a LoRA adapter for them is
+trained by AdamW and written in PEFT's format (`minithink/train/lora.py`). `--adapter FOLDER` begins a new run with
+the factors of an adapter that such a run has written. `--seconds N` ends the run after N seconds: the schedule
+follows the clock whenever the clock is ahead of the tokens.
 
 A run can be interrupted at any moment and resumed (`--resume`): weights, optimizer state and their step are one
 safetensors file, which is complete before it replaces the older one. The result is a checkpoint in the Hugging Face
@@ -55,7 +55,7 @@ from minithink.model import Decoder, Rope
 from minithink.ref.rope import rope
 from minithink.results.files import open_to_others
 from minithink.text.tokenizer import Tokenizer
-from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes
+from minithink.train.data import IGNORE, PADDING, Batch, Documents, Recipe, Schedule, duration, shares, sizes, spelled
 from minithink.train.lora import Lora, Shape, ids_of
 from minithink.train.muon import Muon
 from minithink.train.rename import write_renamed
@@ -581,7 +581,8 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
     parser.add_argument("--init", type=Path, help="continue from the weights in this folder or GGUF file")
     parser.add_argument("--tokenizer", type=Path, help="default: that of --init, or else of the embedded model")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="default: cuda if there is one, or else cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
     parser.add_argument("--workers", type=natural, default=workers, help="processes that draw documents")
     parser.add_argument("--layers", type=positive, help="default 8")
@@ -603,11 +604,26 @@ def _main(argv: list[str] | None) -> int:
         "'<file_sep>=<think>', and train their embeddings",
     )
     parser.add_argument(
-        "--adapter", type=Path, metavar="FOLDER", help="with --lora-rank: go on with this adapter's factors"
+        "--adapter",
+        type=Path,
+        metavar="FOLDER",
+        help="with --lora-rank: begin with the factors of this adapter, which has the same shape and was trained for "
+        "the same --init; the run is a new one, whose learning rate rises and falls again; another --seed draws "
+        "other problems",
     )
     parser.add_argument("--context", type=positive, default=CONTEXT, help="positions of the model, in tokens")
-    parser.add_argument("--seconds", type=duration, help="end after this time, with the learning rate at its end")
-    parser.add_argument("--resume", action="store_true", help="go on with the interrupted run in --output")
+    parser.add_argument(
+        "--seconds",
+        type=duration,
+        help="end after this time, or after --tokens if that is earlier, with the learning rate at its end; loading "
+        "and compiling count, and so do all parts of an interrupted run",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the interrupted run in --output, whose state is saved every minute and by Ctrl-C or "
+        "SIGTERM; all other options must be as before, but --seconds may be another time",
+    )
     kinds: dict[str, Callable[[str], object]] = {
         "int": integer,
         "float": finite,
@@ -621,6 +637,7 @@ def _main(argv: list[str] | None) -> int:
             type=kinds[str(field.type)],
             default=getattr(Recipe(), field.name),
             metavar=forms.get(field.name),
+            help=f"{field.metadata['help']} (default {spelled(getattr(Recipe(), field.name))})",
         )
     args = parser.parse_args(argv)
 

@@ -19,7 +19,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -57,29 +57,46 @@ def default_sizes() -> dict[str, list[int]]:
     return {name: SIZES.get(name, [*prepare.SIZES[name], prepare.SIZES[name][1]]) for name in prepare.FAMILIES}
 
 
+def _equal_shares() -> dict[str, float]:
+    return dict.fromkeys(prepare.FAMILIES, 1.0)
+
+
+def _field(default: Any, text: str) -> Any:
+    """A setting of the recipe. text: says what it is, here and in the help of the command line."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass(frozen=True)
 class Recipe:
     """All settings that decide what the model learns; they are stored with the checkpoint."""
 
-    tokens: int = 2_000_000_000  # of the whole training, prompts and padding included
-    batch_tokens: int = 131_072  # of a step, padding included
-    row_tokens: int = 4096  # of a row of a batch; longer documents are dropped
-    lr: float = 2e-3
-    final_lr: float = 0.0  # share of `lr` at the end
-    warmup_steps: int = 100
-    weight_decay: float = 0.1  # on matrices
-    clip: float = 1.0
-    short_first: float = 0.1  # share of the training that is spent on short problems first
-    share: dict[str, float] = field(default_factory=lambda: dict.fromkeys(prepare.FAMILIES, 1.0))  # of documents
-    # A problem's size by family, in calculations or steps: smallest, largest, and largest of the `long_share`.
-    sizes: dict[str, list[int]] = field(default_factory=default_sizes)
-    long_share: float = 0.04  # share of the documents with long problems: from the second size to the third
-    evict_share: float = 0.0  # share of the documents that lose a part of their response
-    evict_rate: float = 0.6  # the evicted share of such a response is drawn from 0 to this
-    evict_span: int = 8  # tokens that are evicted together in half of these documents; in the others, single ones
-    evict_spared: int = 32  # newest tokens, which a query sees even if they are evicted
-    evict_after: float = 0.0  # share of the training after which eviction begins
-    seed: int = 0
+    tokens: int = _field(2_000_000_000, "of the whole training, prompts and padding included")
+    batch_tokens: int = _field(131_072, "of a step, padding included")
+    row_tokens: int = _field(4096, "of a row of a batch; longer documents are dropped")
+    lr: float = _field(2e-3, "the largest learning rate")
+    final_lr: float = _field(0.0, "share of it at the end")
+    warmup_steps: int = _field(100, "until it is reached")
+    weight_decay: float = _field(0.1, "on matrices, and on the factors of an adapter")
+    clip: float = _field(1.0, "the largest norm of the gradient")
+    short_first: float = _field(0.1, "share of the training that is spent on short problems first")
+    share: dict[str, float] = field(
+        default_factory=_equal_shares,
+        metadata={"help": "how often each family is drawn, relative to the others"},
+    )
+    sizes: dict[str, list[int]] = field(
+        default_factory=default_sizes,
+        metadata={
+            "help": "a problem's calculations or steps by family: the smallest, the largest, and the largest of the "
+            "long ones"
+        },
+    )
+    long_share: float = _field(0.04, "share of the documents with long problems, from the second size to the third")
+    evict_share: float = _field(0.0, "share of the documents that lose a part of their response")
+    evict_rate: float = _field(0.6, "the evicted share of such a response is drawn from 0 to this")
+    evict_span: int = _field(8, "tokens evicted together in half of these documents; in the others, single ones")
+    evict_spared: int = _field(32, "newest tokens, which a query sees even if they are evicted")
+    evict_after: float = _field(0.0, "share of the training after which eviction begins")
+    seed: int = _field(0, "of the problems and of drawn weights")
 
     def __post_init__(self) -> None:
         for names, lowest, highest in RANGES:
@@ -305,6 +322,17 @@ def shares(text: str) -> dict[str, float]:
 def sizes(text: str) -> dict[str, list[int]]:
     """For argparse: `facts=3-40-64`. A family that is not named keeps its sizes."""
     return default_sizes() | by_family(text, "family=3-40-64", lambda value: [natural(n) for n in value.split("-")])
+
+
+def spelled(value: object) -> str:
+    """The value of a setting as the command line takes it."""
+    if not isinstance(value, dict):
+        return f"{value}"
+    pairs = []
+    for name, part in value.items():
+        written = "-".join(map(str, part)) if isinstance(part, list) else f"{part:g}"
+        pairs.append(f"{name}={written}")
+    return ",".join(pairs)
 
 
 def duration(text: str) -> float:

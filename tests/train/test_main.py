@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -517,3 +517,16 @@ def test_an_adapter_of_a_gguf_file_is_loaded_and_trained_on(tmp_path):
     before = load_file(first / "adapter_model.safetensors")
     for name, tensor in load_file(second / "adapter_model.safetensors").items():
         assert_close(name, tensor.float(), before[name].float(), atol=1e-6, rtol=0.0)
+
+
+def test_the_help_says_every_setting_with_its_default(capsys):
+    """Defaults are spelled as the command line takes them."""
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    options = " ".join(capsys.readouterr().out.partition("options:")[2].split())
+    for name, value in asdict(Recipe()).items():
+        option = f"--{name.replace('_', '-')}"
+        [(said, default)] = re.findall(rf" {option} (?:[A-Z_]+|facts=\S+) ([^()]+) \(default (\S+)\)", options)
+        assert len(said) > 10, option
+        parse = {"share": train_data.shares, "sizes": train_data.sizes}.get(name, float)
+        assert parse(default) == value
