@@ -416,6 +416,7 @@ ENGINES = (
     "answers.losses",
     "answers.pool",
     "answers.sweep",
+    "answers.transfer",
     "speed.cases",
     "speed.compare",
     "speed.ops",

@@ -23,6 +23,7 @@ COMMANDS = {
     "sanitize": "speed.sanitize",
     "sweep": "answers.sweep",
     "differences": "answers.differences",
+    "transfer": "answers.transfer",
     "reproduce": "answers.reproduce",
     "compile": "speed.compile",
     "tables": "tables.pages",

@@ -84,7 +84,7 @@ def rows(result: Result) -> list[Row]:
     for m in result["measurements"]:
         if m["budget"] is not None:
             by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-    out = [_together(policy, budget, own) for (policy, budget), own in by_cell.items()]
+    out: list[Row] = [together(policy, budget, own) for (policy, budget), own in by_cell.items()]
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]
     rights = dict[str, list[float]]()
@@ -93,7 +93,7 @@ def rows(result: Result) -> list[Row]:
     return sorted(out, key=lambda row: (-fmean(rights[row["policy"]]), row["policy"]))
 
 
-def _together(policy: str, budget: float, own: Sequence[Row]) -> Row:
+def together(policy: str, budget: float | None, own: Sequence[Row]) -> dict[str, Any]:
     """One policy at one budget. own: its rows, one a family."""
     right = fmean(m["pass_at_1"] for m in own)
     low, high = wilson(right, sum(m["samples"] for m in own))

@@ -4,6 +4,8 @@ A module may have these dictionaries. `collected` finds all modules of this fold
 
     SWEEPS      name → Sweep: policies, budgets and problems that are compared (`answers/sweep.py` runs them); each
                 has a table sweep-NAME, perhaps needed-NAME and overall-NAME (`tables/pages.py`)
+    TRANSFERS   name → Transfer: a comparison on several models (`answers/transfer.py`); its tables are NAME-MODEL,
+                NAME-losses-MODEL and NAME-ranks
     CASES       name → Cases: methods whose steps are timed on synthetic caches (`speed/cases.py` runs them)
     STAND_INS   policy → stand-in: the policy that takes its place on synthetic caches, whose keys are noise
     OPERATIONS  name → Operation: kernels that are timed beside their twins (`speed/ops.py` runs them)
@@ -93,6 +95,20 @@ class Sweep:
     # Hash of the weights that the table shows; "": of the embedded model. Other weights do not ship, so such runs
     # cannot be repeated.
     checkpoint: str = ""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A comparison on several models (`answers/transfer.py`): does the order of the policies agree?"""
+
+    answers: str  # name of the Sweep
+    losses: str  # name of the Sweep of losses
+    settings: str  # name of the Sweep that tries the settings on validation problems
+    tries: Mapping[str, Sequence[str]]  # name of a policy → its texts there, of which the best one is compared
+    ranked: Mapping[str, str]  # name → text of the policies whose order is compared: one text of each
+    beside: tuple[str, ...]  # policies that all others are tested against, at equal budgets
+    # Title of a model → hash of its weights, "" for the embedded one. The others are compared with the last one.
+    models: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -195,7 +211,7 @@ def modules() -> list[Any]:
 
 
 def collected(kind: str) -> dict[Any, Any]:
-    """All entries of SWEEPS, OPERATIONS, STAND_INS, CASES or TABLES. ValueError: a name is there twice."""
+    """All entries of SWEEPS, TRANSFERS, OPERATIONS, STAND_INS, CASES or TABLES. ValueError: a name is there twice."""
     out: dict[Any, Any] = {}
     for module in modules():
         for name, entry in getattr(module, kind, {}).items():

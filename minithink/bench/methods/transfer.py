@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from minithink.bench.methods import Sweep
+from minithink.bench.methods import Sweep, Transfer
 from minithink.bench.methods.settings import of, protected
 from minithink.evaluate.texts import REFERENCE
 
@@ -67,7 +67,8 @@ for _name, (_policy, *_settings) in (EVICTING | KEEPING).items():
     _write = of if _name in OF_THEIR_OWN or _name in KEEPING else protected
     TRIES[_name] = tuple(_write(_policy, setting) for setting in _settings)
 
-# What `best` finds on the validation problems of the backbone, where it is not the first try.
+# What `best` finds on the validation problems of the backbone, where it is not the first try:
+# `python -m minithink.bench transfer --settings` prints it.
 BEST: dict[str, str] = {}
 CHOSEN = {name: texts[0] for name, texts in TRIES.items()} | BEST
 
@@ -102,5 +103,16 @@ SWEEPS = {
         tuple(chain.from_iterable(TRIES.values())),
         budgets=(0.25,),
         problems=64,
+    ),
+}
+TRANSFERS = {
+    "transfer": Transfer(
+        answers="transfer",
+        losses="transfer-losses",
+        settings="transfer-settings",
+        tries=TRIES,
+        ranked={name: CHOSEN[name] for name in EVICTING},
+        beside=(CHOSEN["random_attention"], CHOSEN["window"]),
+        models={"embedded": ""},  # control and backbone are added when the pool has their runs
     ),
 }

@@ -6,7 +6,8 @@ A document says where a table belongs, and everything between the two lines is r
     <!-- end -->
 
 `bench/methods` lists the tables. A sweep has the table sweep-NAME; if it measures needs, also the table
-needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A column is a heading, a
+needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A comparison on several
+models has more (`answers/transfer.py`). A column is a heading, a
 field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
 share (`tables/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
 
@@ -26,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minithink.bench.answers import overall, pool, sweep
+from minithink.bench.answers import overall, pool, sweep, transfer
 from minithink.bench.methods import Column, Result, Row, Table, collected
 from minithink.bench.speed import compare
 from minithink.bench.tables.markdown import FORMAT, cell, markdown, source_of_rows, values_of
@@ -103,6 +104,8 @@ class Source:
 
     def of_table(self, name: str) -> tuple[Path, Result]:
         """The file of a table's result, and the result."""
+        if name in transfer.ENTRIES:
+            return self.folder / pool.FILE, self.of_transfer(transfer.ENTRIES[name])
         comparison = OF_SWEEP.fullmatch(name)
         if comparison is not None:
             return self.folder / pool.FILE, self.of_sweep(comparison[1])
@@ -112,11 +115,19 @@ class Source:
 
     def of_sweep(self, name: str) -> Result:
         """A comparison's runs in the pool."""
+        if name not in self._sweeps:
+            self._sweeps[name] = sweep.result_of(name, self.folder, runs=self.runs(), marked=self.marked)
+        return self._sweeps[name]
+
+    def of_transfer(self, entry: transfer.Entry) -> Result:
+        """A comparison's runs on several models."""
+        return entry.result(transfer.Source(entry.one, self.folder, runs=self.runs(), marked=self.marked))
+
+    def runs(self) -> list[pool.Run]:
+        """The pool, which is read once."""
         if self._runs is None:
             self._runs = pool.read(self.folder)
-        if name not in self._sweeps:
-            self._sweeps[name] = sweep.result_of(name, self.folder, runs=self._runs, marked=self.marked)
-        return self._sweeps[name]
+        return self._runs
 
 
 def show(where: Path) -> int:
@@ -241,5 +252,6 @@ TABLES: dict[str, Table] = (
     {f"sweep-{name}": sweep.TABLE for name, one in sweep.SWEEPS.items() if not one.losses}
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
     | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
+    | {name: entry.table for name, entry in transfer.ENTRIES.items()}
     | collected("TABLES")  # a method may show its sweep in its own way
 )

@@ -1,0 +1,446 @@
+"""One comparison on several models (`Transfer`): do they put the policies into the same order, and does the loss?
+
+Nothing is generated: `bench sweep` has brought the runs of each model, and the losses of texts, into the pool. Each
+policy is tested against some others at the same budget, problem by problem. The probabilities are those of McNemar's
+exact test, corrected for the number of tests in the table as Holm does. The intervals of rank correlations are the
+bootstrap's over policies.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from minithink.bench.answers import pool, sweep
+from minithink.bench.answers.overall import difference, shares, together
+from minithink.bench.answers.pool import Run
+from minithink.bench.answers.sweep import SWEEPS, shown, wanted_of
+from minithink.bench.methods import Column, Result, Row, Sweep, Table, Transfer, collected
+from minithink.bench.methods.settings import best
+from minithink.cli.commands import location, positive
+from minithink.errors import MinithinkError
+from minithink.evaluate.paired import holm, mcnemar
+from minithink.evaluate.plan import budgets
+from minithink.evaluate.rank_correlation import interval, spearman
+from minithink.evaluate.summary import FULL, budget_text
+from minithink.results import record
+from minithink.results.figures import drawing, need_matplotlib
+
+TRANSFERS: dict[str, Transfer] = collected("TRANSFERS")
+ANSWERS = "answers"
+EQUAL = 0.05  # two policies count as equally right if the whole interval of their difference is below this
+SURE = 0.001  # smaller probabilities are not told apart
+Cell = tuple[str, Any]  # policy and budget
+Values = dict[Cell, float]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `bench transfer`."""
+    add = parser.add_argument
+    names = tuple(TRANSFERS)
+    add("name", nargs="?", default=names[0], choices=names, help=f"which comparison: {', '.join(names)}")
+    add("--plot", type=location, metavar="FILE", help="draw the right answers of the last model by all else, as SVG")
+    add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
+    add("--settings", action="store_true", help="print what the validation problems of the last model choose")
+    add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
+    add(
+        "--results",
+        type=location,
+        default=record.default_path("x").parent,
+        metavar="DIR",
+        help=f"where {pool.FILE} lies (default: docs/results)",
+    )
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Print the rank correlations or the settings; draw."""
+    if args.plot is not None:
+        need_matplotlib()
+    source = Source(TRANSFERS[args.name], args.results, limit=args.limit)
+    if args.settings:
+        for name, text in chosen(source).items():
+            print(f'    "{name}": "{text}",')
+        return 0
+    for line in said_of_ranks(source.ranks()):
+        print(line)
+    if args.plot is not None:
+        draw(source, args.budget[0], args.plot)
+    return 0
+
+
+class Source:
+    """The runs of a comparison in a pool.
+
+    Args:
+        one: the comparison.
+        where: the folder of the pool.
+        limit: problems of a quick look; None: as the documents show it.
+        runs: of the pool; None: they are read.
+        marked: look which runs are of other code than their policies have now.
+    """
+
+    def __init__(
+        self,
+        one: Transfer,
+        where: Path,
+        *,
+        limit: int | None = None,
+        runs: Sequence[Run] | None = None,
+        marked: bool = False,
+    ) -> None:
+        self.one = one
+        self.where = where
+        self.limit = limit
+        self.runs = pool.read(where) if runs is None else runs
+        self.marked = marked
+
+    def sweep_of(self, name: str, model: str) -> Sweep:
+        """A comparison on one of the models."""
+        own = replace(SWEEPS[name], checkpoint=self.one.models[model])
+        return own if self.limit is None else replace(own, problems=self.limit)
+
+    def runs_of(self, name: str, model: str) -> list[Run]:
+        """Its runs in the pool. MinithinkError: there are none."""
+        wanted = wanted_of(self.sweep_of(name, model))
+        return list(shown(name, self.where, wanted, self.runs).values())
+
+    def answers(self, model: str) -> Result:
+        """The comparison of answers on one model, as of `sweep.result_of`, but with a row for each policy and budget,
+        of all families together, with its tests."""
+        name = self.one.answers
+        wanted = wanted_of(self.sweep_of(name, model))
+        result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
+        right = right_of(self.runs_of(name, model))
+        by_cell = dict[Cell, list[Row]]()
+        for m in result["measurements"]:
+            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
+        rows = [together(*cell, own) | {"tests": {}} for cell, own in by_cell.items()]
+        add_tests([row for row in rows if row["budget"] is not None], right, self.one.beside)
+        add_tests([row for row in rows if row["budget"] is None], right, (FULL,))
+        return result | {"measurements": rows}
+
+    def losses(self, model: str) -> Result:
+        """The losses of texts on one model: how far each policy is above the full cache."""
+        runs = self.runs_of(self.one.losses, model)
+        full = {run.key["dataset"]: run for run in runs if run.key["policy"] == FULL}
+        rows = list[Row]()
+        for run in runs:
+            texts, policy, budget = run.cell
+            row = {**run.row, "family": texts, "policy": policy, "budget": budget, "above": None, "of_full": None}
+            row["changed"] = self.marked and run.state == "stale"
+            if texts in full:
+                row["of_full"] = row["kv_bytes_peak"] / full[texts].row["kv_bytes_peak"]
+                if policy != FULL:
+                    row["above"] = difference(run.row["losses"], full[texts].row["losses"])
+            rows.append(row)
+        return self._about(runs) | {"measurements": rows, "complete": True}
+
+    def values(self) -> dict[tuple[str, str], Values]:
+        """What the policies are ranked by, each value the larger the better. The key is a model and ANSWERS or the
+        name of texts. Models without runs are left out."""
+        found = dict[tuple[str, str], Values]()
+        for model in self.one.models:
+            try:
+                answers = right_of(self.runs_of(self.one.answers, model))
+                found[model, ANSWERS] = {cell: fmean(right) for cell, right in answers.items()}
+            except MinithinkError:
+                pass
+            try:
+                for run in self.runs_of(self.one.losses, model):
+                    texts, policy, budget = run.cell
+                    found.setdefault((model, texts), {})[policy, budget] = -run.row["loss"]
+            except MinithinkError:
+                pass
+        return found
+
+    def ranks(self) -> Result:
+        """Rank correlations: of the answers of every two models, and of a model's losses with its answers."""
+        values = self.values()
+        runs = list[Run]()
+        for model, what in values:
+            runs += self.runs_of(self.one.answers if what == ANSWERS else self.one.losses, model)
+        if not runs:
+            raise MinithinkError(
+                f"{self.where / pool.FILE} has no runs of this comparison: `bench sweep` makes some."
+            )
+        rows = list[Row]()
+        for first, second in combinations(values, 2):
+            models = first[0] == second[0]
+            answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
+            if answers == 2 or (answers == 1 and models):
+                rows += correlations(first, values[first], second, values[second], self.one.ranked.values())
+        return self._about(runs) | {"measurements": rows, "complete": True}
+
+    def _about(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """The newest of some runs, as a result says where it comes from."""
+        last = max(runs, key=lambda run: run.date)
+        return {
+            "benchmark": "sweep",
+            "command": last.command,
+            "commit": last.commit,
+            "date": last.date,
+            "machine": last.machine,
+            "versions": last.versions,
+            "settings": {"ranked": len(self.one.ranked)},
+        }
+
+
+def right_of(runs: Iterable[Run]) -> dict[Cell, list[float]]:
+    """The problems of all families, by policy and budget: which were right. A policy that lacks a family is left
+    out."""
+    by_cell = dict[Cell, dict[str, list[float]]]()
+    families = set[str]()
+    for run in runs:
+        family, policy, budget = run.cell
+        families.add(family)
+        if run.right:
+            by_cell.setdefault((policy, budget), {})[family] = shares(run)
+    found = dict[Cell, list[float]]()
+    for cell, own in by_cell.items():
+        if own.keys() == families:
+            found[cell] = [share for family in sorted(families) for share in own[family]]
+    return found
+
+
+def add_tests(rows: Sequence[dict[str, Any]], right: Mapping[Cell, Sequence[float]], beside: Sequence[str]) -> None:
+    """Test each row's policy against others at its budget: row["tests"][other] is the difference, its interval, and
+    the corrected probability."""
+    tests = list[dict[str, Any]]()
+    for row in rows:
+        own = right.get((row["policy"], row["budget"]))
+        for name in beside:
+            other = right.get((name, row["budget"]))
+            if own is None or other is None or name == row["policy"]:
+                continue
+            test: dict[str, Any] = difference(own, other)
+            test["p"] = mcnemar([x == 1 for x in own], [x == 1 for x in other])
+            row["tests"][name] = test
+            tests.append(test)
+    for test, p in zip(tests, holm([test["p"] for test in tests]), strict=True):
+        test["corrected"] = p
+
+
+def correlations(
+    first: tuple[str, str], x: Values, second: tuple[str, str], y: Values, ranked: Iterable[str]
+) -> list[Row]:
+    """A row for each budget that both have."""
+    names = list(ranked)
+    rows = list[Row]()
+    for budget in sorted({budget for _, budget in x if budget is not None}):
+        cells = [(name, budget) for name in names if (name, budget) in x and (name, budget) in y]
+        mine = [x[cell] for cell in cells]
+        theirs = [y[cell] for cell in cells]
+        if not cells:
+            continue
+        low, high = interval(mine, theirs) or (None, None)
+        row = {"first": said_of(first), "second": said_of(second), "budget": budget, "policies": len(cells)}
+        rows.append(row | {"rho": spearman(mine, theirs), "low": low, "high": high})
+    return rows
+
+
+def said_of(what: tuple[str, str]) -> str:
+    """As in "backbone, answers" or "embedded, loss of reference"."""
+    model, kind = what
+    return f"{model}, {kind if kind == ANSWERS else f'loss of {kind}'}"
+
+
+def chosen(source: Source) -> dict[str, str]:
+    """Name → the setting that has the most right answers on the validation problems of the last model."""
+    *_, model = source.one.models
+    rows = [run.row for run in source.runs_of(source.one.settings, model)]
+    return best(rows, source.one.tries)
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+SPREAD = "**{:.1%}** ({:.1%} to {:.1%})"
+
+
+def tested(row: Row, beside: str) -> tuple[Any, ...]:
+    """A difference in points, its interval, and what the test says of it."""
+    test = row["tests"].get(beside)
+    if test is None:
+        return None, None, None, None
+    p = test["corrected"]
+    said = f"p < {SURE:g}" if p < SURE else f"p = {p:.2g}"
+    if test["less_low"] > -EQUAL and test["less_high"] < EQUAL:
+        said += ", ≈"
+    return 100 * test["less"], 100 * test["less_low"], 100 * test["less_high"], said
+
+
+def of_tests(beside: Sequence[str]) -> tuple[Column, ...]:
+    """A column for each policy that others are tested against. A ? in a heading: it may be left out."""
+    return tuple(
+        (f"less `{name}`?", partial(tested, beside=name), "{:+.1f} ({:+.1f} to {:+.1f}), {}") for name in beside
+    )
+
+
+def said_of_tests(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    settings = result["settings"]
+    points = f"{100 * EQUAL:g} points"
+    return [
+        f"{settings['limit']} {settings['split']} problems of each family. Less: the difference in points, its 95 % "
+        "interval (bootstrap over problems), and the probability of McNemar's exact test, corrected by Holm for all "
+        f"tests of this table. ≈: the whole interval is within {points}. Bytes: the mean of peaks, of the full "
+        "cache's.",
+        "",
+    ]
+
+
+def said_of_losses(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    return ["Above full: nats a token, mean over texts, with the 95 % interval (bootstrap over texts).", ""]
+
+
+def said_below_ranks(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    return [
+        "Spearman's rank correlation over policies, one setting of each, with the 95 % interval (bootstrap over "
+        "policies), and their number. Less loss counts as better.",
+        "",
+    ]
+
+
+def with_budget(result: Result) -> list[Row]:
+    """Rows of policies with a budget, best first over all budgets."""
+    rows = [m for m in result["measurements"] if m["budget"] is not None]
+    rights = dict[str, list[float]]()
+    for row in rows:
+        rights.setdefault(row["policy"], []).append(row["right"])
+    return sorted(rows, key=lambda row: (-fmean(rights[row["policy"]]), row["policy"], row["budget"]))
+
+
+def without_budget(result: Result) -> list[Row]:
+    """The other rows, those with the most right answers first."""
+    rows = [m for m in result["measurements"] if m["budget"] is None]
+    return sorted(rows, key=lambda row: (-row["right"], row["policy"]))
+
+
+def tables_of(one: Transfer) -> dict[str, Table]:
+    """The tables of a comparison, by kind."""
+    policy: Column = ("policy", "policy", "`{}`")
+    ends: tuple[Column, ...] = (("cut off", "cut_off", "{:.1%}"), ("bytes", "of_full", "{:.1%}"))
+    right: Column = ("right", ("right", "low", "high"), SPREAD)
+    return {
+        "right": Table(
+            (policy,),
+            rows=with_budget,
+            across="budget",
+            cells=(("{:share}: right", right[1], SPREAD), *of_tests(one.beside), *ends),
+            said=said_of_tests,
+        ),
+        "bits": Table(
+            (policy, right, *of_tests((FULL,)), ("tokens", "generated_mean", "{:,.0f}"), *ends),
+            rows=without_budget,
+            said=said_of_tests,
+        ),
+        "losses": Table(
+            (policy, ("budget", lambda m: m["budget"] or 0, "{:share}")),
+            across="family",
+            cells=(
+                (
+                    "{}: above full",
+                    ("above.less", "above.less_low", "above.less_high"),
+                    "{:+.4f} ({:+.4f} to {:+.4f})",
+                ),
+                ("bytes", "of_full", "{:.1%}"),
+            ),
+            said=said_of_losses,
+        ),
+        "ranks": Table(
+            (("of", "first", "{}"), ("and", "second", "{}")),
+            across="budget",
+            cells=(("{:share}", ("rho", "low", "high", "policies"), "**{:+.2f}**[ ({:+.2f} to {:+.2f})], {}"),),
+            said=said_below_ranks,
+        ),
+    }
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A table of a document."""
+
+    table: Table
+    one: Transfer
+    result: Callable[[Source], Result]
+
+
+def entries() -> dict[str, Entry]:
+    """All tables by name: NAME-right-MODEL, NAME-bits-MODEL and NAME-losses-MODEL, and NAME-ranks."""
+    found = dict[str, Entry]()
+    for name, one in TRANSFERS.items():
+        tables = tables_of(one)
+        for model in one.models:
+            answers = partial(Source.answers, model=model)
+            found[f"{name}-right-{model}"] = Entry(tables["right"], one, answers)
+            found[f"{name}-bits-{model}"] = Entry(tables["bits"], one, answers)
+            found[f"{name}-losses-{model}"] = Entry(tables["losses"], one, partial(Source.losses, model=model))
+        found[f"{name}-ranks"] = Entry(tables["ranks"], one, Source.ranks)
+    return found
+
+
+ENTRIES = entries()
+
+
+def said_of_ranks(result: Result) -> list[str]:
+    """The rank correlations in lines of text."""
+    lines = []
+    for row in result["measurements"]:
+        rho = "–" if row["rho"] is None else f"{row['rho']:+.2f}"
+        if row["low"] is not None:
+            rho += f" ({row['low']:+.2f} to {row['high']:+.2f})"
+        lines.append(
+            f"{row['first']} | {row['second']} | {budget_text(row['budget'])}: {rho}, {row['policies']} policies"
+        )
+    return lines
+
+
+# The picture ----------------------------------------------------------------------------------------------------
+
+COLOR = "#0072B2"
+
+
+def draw(source: Source, budget: float, path: Path) -> None:
+    """Right answers on the last model by those on each other one, and by its own losses: a point a policy.
+
+    MinithinkError: there is nothing to compare with, matplotlib is missing, or the file cannot be written.
+    """
+    values = source.values()
+    *_, model = source.one.models
+    truth = values.pop((model, ANSWERS), {})
+    panels = dict[tuple[str, str], list[str]]()  # name → the policies that both have
+    for what, own in values.items():
+        names = [n for n, text in source.one.ranked.items() if (text, budget) in own and (text, budget) in truth]
+        if names and (what[1] == ANSWERS or what[0] == model):
+            panels[what] = names
+    if not panels:
+        raise MinithinkError(
+            f"The pool has no policies of {model} at {budget_text(budget)} to compare with another model or a loss: "
+            "run `bench sweep`, or give another --budget."
+        )
+    with drawing(path, 4.2 * len(panels), 4.4) as figure:
+        axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        for axis, (what, names) in zip(axes, panels.items(), strict=True):
+            is_loss = what[1] != ANSWERS
+            texts = [source.one.ranked[name] for name in names]
+            x = [-values[what][text, budget] if is_loss else 100 * values[what][text, budget] for text in texts]
+            y = [100 * truth[text, budget] for text in texts]
+            axis.scatter(x, y, s=10, color=COLOR)
+            axis.margins(x=0.15)  # room for the names
+            for name, across, up in zip(names, x, y, strict=True):
+                axis.annotate(name, (across, up), xytext=(3, 2), textcoords="offset points", fontsize=5.5)
+            if is_loss:
+                axis.invert_xaxis()  # better is on the right, as in the others
+            axis.set_xlabel(f"{said_of(what)}, {'nats' if is_loss else '% right'}")
+            rho = spearman([values[what][text, budget] for text in texts], y)
+            axis.set_title("" if rho is None else f"rank correlation {rho:+.2f}", fontsize=8)
+            axis.grid(color="#dddddd")
+            axis.set_axisbelow(True)
+        axes[0].set_ylabel(f"{model}, answers, % right at {budget_text(budget)}")

@@ -1,0 +1,260 @@
+"""A comparison on several models: its tests, its rank correlations, its tables and its picture, of made-up runs.
+
+To run it alone: pytest tests/bench/answers/test_transfer.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from minithink.bench.__main__ import main
+from minithink.bench.answers import pool, sweep, transfer
+from minithink.bench.answers.overall import difference
+from minithink.bench.methods import transfer as lists
+from minithink.bench.tables import pages
+from minithink.errors import MinithinkError
+from minithink.evaluate.paired import holm, mcnemar
+from minithink.evaluate.rank_correlation import interval, spearman
+from minithink.tasks import families
+
+NAMES = ("random_attention", "window", "h2o", "tova", "rkv")
+TEXTS = {name: lists.CHOSEN[name] for name in NAMES}
+FORMAT = "quant:fmt=int4"
+PROBLEMS = 8
+MODELS = {"embedded": "", "backbone": "of another"}
+# Right problems of each family of PROBLEMS, by model, at both budgets.
+RIGHT = {
+    "embedded": {"random_attention": 8, "window": 2, "h2o": 3, "tova": 4, "rkv": 7, "full": 8, FORMAT: 8},
+    "backbone": {"random_attention": 1, "window": 4, "h2o": 5, "tova": 6, "rkv": 8, "full": 8, FORMAT: 4},
+}
+LOSS = {"random_attention": 0.5, "window": 0.4, "h2o": 0.2, "tova": 0.3, "rkv": 0.1, "full": 0.0, FORMAT: 0.25}
+ABOUT: dict[str, Any] = {
+    "commit": "c",
+    "date": "2031-01-01",
+    "machine": {"cpu": "x"},
+    "versions": {"torch": "2.9"},
+    "command": "python -m minithink.bench sweep transfer",
+}
+ONE = replace(lists.TRANSFERS["transfer"], ranked=TEXTS, models=MODELS)
+
+
+def label_of(policy: str) -> str:
+    return {text: name for name, text in TEXTS.items()}.get(policy, policy)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few policies, two budgets."""
+    policies = (*TEXTS.values(), FORMAT)
+    answers = replace(sweep.SWEEPS["transfer"], policies=policies, budgets=(0.25, 0.5), problems=PROBLEMS)
+    losses = replace(sweep.SWEEPS["transfer-losses"], policies=policies, budgets=(0.25,), problems=3)
+    monkeypatch.setitem(sweep.SWEEPS, "transfer", answers)
+    monkeypatch.setitem(sweep.SWEEPS, "transfer-losses", losses)
+    monkeypatch.setitem(transfer.TRANSFERS, "transfer", ONE)
+    entries = transfer.entries()
+    monkeypatch.setattr(transfer, "ENTRIES", entries)
+    for name, entry in entries.items():
+        monkeypatch.setitem(pages.TABLES, name, entry.table)
+
+
+def runs_of(model: str) -> list[pool.Run]:
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    runs = []
+    for name in ("transfer", "transfer-losses"):
+        for key in sweep.wanted_of(replace(sweep.SWEEPS[name], checkpoint=MODELS[model])):
+            policy = label_of(key["policy"])
+            row: dict[str, Any] = {"policy": key["policy"], "budget": key["budget"]}
+            row["kv_bytes_peak"] = 1000.0 if policy == "full" else 250.0
+            right = ""
+            if name == "transfer":
+                count = RIGHT[model][policy]
+                # the wrong ones of some policies are at the beginning, of the others at the end
+                right = "1" * count + "-" * (PROBLEMS - count)
+                right = right[::-1] if policy in ("h2o", "window") else right
+                row |= {"pass_at_1": count / PROBLEMS, "generated_mean": 100.0, "samples": PROBLEMS, "counts": None}
+                row |= {"cut_off": 1 - count / PROBLEMS, "looped": 0.0, "recall": None, "needed_kept": None}
+            else:
+                losses = [2 + LOSS[policy] * (1 + text / 10) for text in range(3)]
+                row |= {"losses": losses, "loss": fmean(losses)}
+            source = pool.source_of(key["policy"], "reference")
+            runs.append(pool.Run(key | where, source, row, [], [800, PROBLEMS], **ABOUT, right=right))
+    return runs
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    """A pool of both models."""
+    folder = tmp_path / "docs" / "results"
+    folder.mkdir(parents=True)
+    pool.add(folder, [*runs_of("embedded"), *runs_of("backbone")])
+    return folder
+
+
+def vector(model: str, name: str) -> list[bool]:
+    """All families together."""
+    count = RIGHT[model][name]
+    own = [True] * count + [False] * (PROBLEMS - count)
+    return (own[::-1] if name in ("h2o", "window") else own) * len(families())
+
+
+# Tests of pairs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_policy_is_tested_at_the_same_budget(where: Path, model: str) -> None:
+    """Corrected for all tests of the table: each of four policies against two, and the two against each other, at two
+    budgets."""
+    found = transfer.Source(ONE, where).answers(model)
+    rows = {(label_of(row["policy"]), row["budget"]): row for row in found["measurements"]}
+    assert len(rows) == 2 * 5 + 2
+    wanted = dict[Any, float]()
+    for budget in (0.25, 0.5):
+        for name in NAMES:
+            others = [other for other in ("random_attention", "window") if other != name]
+            for other in others:
+                wanted[name, budget, other] = mcnemar(vector(model, name), vector(model, other))
+    corrected = dict(zip(wanted, holm(list(wanted.values())), strict=True))
+    assert len(corrected) == 2 * (3 * 2 + 2)
+    for (name, budget, other), p in corrected.items():
+        test = rows[name, budget]["tests"][TEXTS[other]]
+        assert (test["p"], test["corrected"]) == (wanted[name, budget, other], p)
+        own, theirs = ([float(x) for x in vector(model, one)] for one in (name, other))
+        assert {key: test[key] for key in ("less", "less_low", "less_high")} == difference(own, theirs)
+    whole = rows[FORMAT, None]["tests"]["full"]
+    assert whole["p"] == whole["corrected"] == mcnemar(vector(model, FORMAT), vector(model, "full"))
+    assert rows["full", None]["tests"] == {}
+    assert rows["rkv", 0.25]["right"] == RIGHT[model]["rkv"] / PROBLEMS
+    assert (rows["rkv", 0.25]["of_full"], rows["rkv", 0.25]["generated_mean"]) == (0.25, 100)
+
+
+def test_a_policy_that_lacks_a_family_is_not_tested(where: Path) -> None:
+    runs = [run for run in pool.read(where) if run.cell[:2] != ("facts", TEXTS["tova"])]
+    found = transfer.Source(ONE, where, runs=runs).answers("embedded")
+    rows = {(label_of(row["policy"]), row["budget"]): row for row in found["measurements"]}
+    assert rows["tova", 0.25]["tests"] == {}
+    assert rows["h2o", 0.25]["tests"]
+    assert not found["complete"]
+
+
+def test_equal_is_said_where_the_interval_says_so() -> None:
+    def row(low: float, high: float, p: float) -> dict[str, Any]:
+        return {"tests": {"x": {"less": 0.01, "less_low": low, "less_high": high, "corrected": p}}}
+
+    assert transfer.tested(row(-0.02, 0.04, 1.0), "x") == (1, -2, 4, "p = 1, ≈")
+    assert transfer.tested(row(-0.02, 0.05, 0.034), "x")[3] == "p = 0.034"
+    assert transfer.tested(row(-0.051, 0.04, 0.0004), "x")[3] == "p < 0.001"
+    assert transfer.tested(row(0, 0, 1), "y") == (None,) * 4
+
+
+# Ranks -------------------------------------------------------------------------------------------------------------
+
+
+def test_orders_are_compared(where: Path) -> None:
+    """Answers of both models at each budget, and losses with answers; a loss counts as better if it is less."""
+    found = transfer.Source(ONE, where).ranks()
+    rows = {(row["first"], row["second"], row["budget"]): row for row in found["measurements"]}
+    embedded = [RIGHT["embedded"][name] for name in NAMES]
+    backbone = [RIGHT["backbone"][name] for name in NAMES]
+    both = rows["embedded, answers", "backbone, answers", 0.25]
+    assert both["rho"] == pytest.approx(spearman(embedded, backbone))
+    assert (both["low"], both["high"]) == pytest.approx(interval(embedded, backbone))
+    assert both["policies"] == len(NAMES), "formats alone are not ranked"
+    own = rows["backbone, answers", "backbone, loss of reference", 0.25]
+    assert own["rho"] == pytest.approx(spearman(backbone, [-LOSS[name] for name in NAMES]))
+    assert {budget for _, _, budget in rows} == {0.25, 0.5}
+    assert ("backbone, answers", "backbone, loss of texts", 0.25) in rows
+    assert not any("embedded" in first and "loss" in second and "backbone" in second for first, second, _ in rows)
+    assert not any("loss" in first and "loss" in second for first, second, _ in rows)
+
+
+def test_a_model_without_runs_is_left_out(where: Path, tmp_path: Path) -> None:
+    runs = [run for run in pool.read(where) if run.key["checkpoint"] != "of another"]
+    found = transfer.Source(ONE, where, runs=runs).ranks()
+    assert {row["first"].partition(",")[0] for row in found["measurements"]} == {"embedded"}
+    with pytest.raises(MinithinkError, match="has no runs of this comparison"):
+        transfer.Source(ONE, tmp_path).ranks()
+
+
+# Tables and the picture --------------------------------------------------------------------------------------------
+
+
+def test_the_tables_are_those_of_the_pool(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = where.parents[1] / "docs" / "transfer.md"
+    names = ("right-embedded", "right-backbone", "bits-backbone", "losses-backbone", "ranks")
+    page.write_text("".join(f"<!-- table:transfer-{name} -->\n<!-- end -->\n" for name in names))
+    words = ["tables", "--root", str(where.parents[1])]
+    assert main([*words, "--check"]) == 1
+    assert main(words) == 0
+    assert main([*words, "--check"]) == 0
+    lines = page.read_text().splitlines()
+    heads = [i for i, line in enumerate(lines) if line.startswith("<!-- table:")]
+    right, bits, losses, ranks = (lines[i + 1 :] for i in heads[1:])
+    beside = "less `random_attention:buffer=16` | less `window:protect_prompt=true`"
+    assert right[0] == f"| policy | 25 %: right | {beside} | cut off | bytes | " + (
+        f"50 %: right | {beside} | cut off | bytes |"
+    )
+    assert right[2].startswith("| `rkv:buffer=16,protect_prompt=true` | **100.0%** (86.2% to 100.0%) | +87.5 (")
+    assert right[6].startswith("| `random_attention:buffer=16` | **12.5%** (4.3% to 31.0%) | – | -37.5 (")
+    assert "p < 0.001" in right[2]
+    assert "8 test problems of each family. Less: the difference in points" in right[8]
+    assert [line.partition(" | ")[0] for line in bits[2:4]] == ["| `full`", f"| `{FORMAT}`"]
+    assert "| less `full` |" in bits[0]
+    assert losses[0] == "| policy | budget | reference: above full | bytes | texts: above full | bytes |"
+    assert "| `h2o:protect_prompt=true` | 25 % | +0.2200 (" in "\n".join(losses)
+    assert "| `full` | – | – | 100.0% | – | 100.0% |" in losses
+    assert ranks[2].startswith("| embedded, answers | ")
+    assert any(line.startswith("| embedded, answers | backbone, answers | **") for line in ranks)
+    assert "Spearman's rank correlation" in "\n".join(ranks)
+    capsys.readouterr()
+    assert main(["transfer", "--results", str(where)]) == 0
+    out = capsys.readouterr().out
+    assert "embedded, answers | backbone, answers | 25 %: " in out
+    assert ", 5 policies" in out
+
+
+def test_a_quick_look(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transfer", "--results", str(where), "--limit", "3"]) == 0, "losses of three reference traces"
+    assert "backbone, answers" not in capsys.readouterr().out
+
+
+def test_a_point_a_policy(where: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "transfer.svg"
+    words = ["transfer", "--results", str(where), "--plot", str(path)]
+    assert main(words) == 0
+    first = path.read_text()
+    for words_of_it in (
+        "embedded, answers, % right",
+        "backbone, loss of texts, nats",
+        "backbone, answers, % right at 25 %",
+    ):
+        assert words_of_it in first
+    assert first.count(">rkv<") == 3, "a panel for the other model, and one for each kind of texts"
+    assert f"rank correlation {spearman([1, 4, 5, 6, 8], [-0.5, -0.4, -0.2, -0.3, -0.1]):+.2f}" in first
+    assert main(words) == 0
+    assert path.read_text() == first
+    assert main([*words, "--budget", "0.75"]) == 1
+    assert "no policies of backbone at 75 % to compare" in capsys.readouterr().err
+
+
+# Settings ----------------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_chosen_on_validation_problems(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = replace(sweep.SWEEPS["transfer-settings"], checkpoint=MODELS["backbone"])
+    machine = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    runs = []
+    for key in sweep.wanted_of(one):
+        row = {"policy": key["policy"], "pass_at_1": 0.5 + 0.1 * (key["policy"] == lists.TRIES["h2o"][2])}
+        source = pool.source_of(key["policy"], "reference")
+        runs.append(pool.Run(key | machine, source, row, [], [1, 1], **ABOUT, right="1"))
+    pool.add(where, runs)
+    assert main(["transfer", "--results", str(where), "--settings"]) == 0
+    out = capsys.readouterr().out
+    first = {name: texts[0] for name, texts in lists.TRIES.items()} | {"h2o": lists.TRIES["h2o"][2]}
+    assert out == "".join(f'    "{name}": "{text}",\n' for name, text in first.items())
