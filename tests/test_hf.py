@@ -233,22 +233,22 @@ def test_pages_grow_where_nothing_limits_a_text(text: str, tags: None, monkeypat
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("pages", [False, True])
-def test_a_gpu_does_the_same_in_less_memory(pages: bool) -> None:
+@pytest.mark.parametrize(("pages", "steps"), [(False, 300), (True, 2000)])  # the plain cache is slow on a GPU
+def test_a_gpu_does_the_same_in_less_memory(pages: bool, steps: int) -> None:
     """Random weights, float32: a budget that never binds changes no token; one that binds frees memory."""
-    fields = {"num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "hidden_size": 64}
+    fields = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 256, "hidden_size": 64}
     model = small_model("Qwen3ForCausalLM", max_position=4096, **fields).to("cuda")
     inputs = {name: x.to("cuda") for name, x in padded(prompts_of(61, LENGTHS, 2)).items()}
     want = plain_generate(model, inputs, 40)
     loose = hf.cache(model, "rkv:budget=500", max_length=600, pages=pages)
     assert plain_generate(model, inputs, 40, **{CACHE: loose}) == want
     peaks = []
-    for text in ("full", "window:budget=128"):
+    for text in ("full", f"window:budget={steps // 15}"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        cache = hf.cache(model, text, max_length=2100, pages=pages)
-        plain_generate(model, inputs, 2000, **{CACHE: cache})
+        cache = hf.cache(model, text, max_length=steps + 100, pages=pages)
+        plain_generate(model, inputs, steps, **{CACHE: cache})
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del cache
     assert peaks[1] < peaks[0] / 4
@@ -256,11 +256,13 @@ def test_a_gpu_does_the_same_in_less_memory(pages: bool) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_policy_does_the_same_as_in_minithink(text: str, tags: None) -> None:
-    # On the other decoder some codes, and a choice of k-means, are so nearly ties that the two differ.
-    ties = text in ROUNDING or text.startswith("tbe")
-    decoder = decoder_of(0 if ties else SMALL.index(text) % 2)
+    # On the other decoder some codes are so nearly ties that the two differ.
+    decoder = decoder_of(0 if text in ROUNDING else SMALL.index(text) % 2)
     model = model_of(decoder)
-    prompts = prompts_of(decoder.config.vocab_size, LENGTHS[:3], 4)
+    # In layer 0 a token that is repeated has the same key, but for rounding, and k-means chooses among equal keys.
+    # Behind these prompts weights that differ by 3e-7 change no choice.
+    seed = 8 if text.startswith("tbe") else 4
+    prompts = prompts_of(decoder.config.vocab_size, LENGTHS[:3], seed)
     plain = plain_generate(model, padded(prompts), 6)
     want = in_minithink(decoder, informed(parse(text), decoder.config), prompts, 45, 70)
     cache = hf.cache(model, text, max_length=70)

@@ -23,7 +23,10 @@ def other(tmp_path: Path) -> Path:
     return folder
 
 
-def test_both_sides_decode_in_turns(other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sides_decode_in_turns(
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # beside other tests, the sides would wait for each other's threads
     path = tmp_path / "x.json"
     policies = ["--policies", "none", "window:budget=200"]
     amounts = ["--batch", "2", "--steps", "2", "--turns", "3", "--processes", "2"]
