@@ -43,6 +43,7 @@ PLAIN = "pool.jsonl"  # how earlier versions stored it
 ANSWERS = 32  # sequences whose answers are kept, and compared after a change of kernels
 MACHINE = ("dtype", "backend", "device")  # parts of a key that the machine decides
 PADDED = ("padded_budget", "group")  # parts of a key only where padding is charged (`minithink/evaluate/padding.py`)
+SAME_CORES = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}  # they differ in their memory: one kind of machine
 WATCHED = ("recall", "needed")  # measured on request; a run with such a measurement also serves a key without it
 ALWAYS = ("checkpoint", "dataset", "limit", "problems")  # parts of every key
 OF_ANSWERS = ("split", "num_samples", *WATCHED, *DRAWS, "max_new_tokens")
@@ -296,7 +297,15 @@ def _worth_of_kind(found: Sequence[Run | None]) -> tuple[int, str]:
 def _machine(run: Run) -> str:
     """The kind of machine that a run ran on."""
     parts = {name: run.key.get(name) for name in MACHINE}
-    return _text({**parts, "gpu": run.machine.get("gpu")})
+    gpu = run.machine.get("gpu", "")
+    return _text({**parts, "gpu": SAME_CORES.get(gpu, gpu)})
+
+
+def machine_of(runs: Sequence[Run]) -> dict[str, Any]:
+    """The machine of the newest run, with the names of all GPUs."""
+    last = max(runs, key=lambda run: run.date)
+    names = sorted({str(run.machine["gpu"]) for run in runs if "gpu" in run.machine})
+    return last.machine | {"gpu": " and ".join(names)} if names else last.machine
 
 
 def source_of(policy: str, backend: str) -> dict[str, str]:

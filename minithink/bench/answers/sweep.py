@@ -307,19 +307,22 @@ def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted
 
 def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) -> None:
     """Run the cells with these keys, --processes at a time, and add each to the pool when it ends. The full cache is
-    first: other budgets may be shares of what it generates.
+    first. Cells whose budgets are shares of what it generates begin when it and all others have ended.
 
     Raises:
-        MinithinkError: a cell failed. Several processes run the others, unless it was the full cache.
+        MinithinkError: a cell failed. Several processes run the others, but for those that need a full cache that
+            failed.
         KeyboardInterrupt: what has finished is in the pool, and the rest can be resumed.
     """
     work = partial(recheck if args.recheck else evaluated, args, argv)
     errors = list[Exception]()
     done = 0
-    for full in (True, False):
-        if errors:
+    full_failed = False
+    for later in (False, True):
+        if full_failed:
             break
-        some = [key for key in keys if (key["policy"] == FULL) == full]
+        some = [key for key in keys if needs_length(key) == later]
+        some.sort(key=lambda key: key["policy"] != FULL)
         if args.processes > 1 and not args.finished:
             each = spread(work, some, args.processes, partial(log_of, args))
         else:
@@ -328,6 +331,7 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
             done += 1
             if isinstance(found, Exception):
                 errors.append(found)
+                full_failed |= key["policy"] == FULL
                 said = str(found)
             elif not found:  # with --finished: it is not whole
                 continue
@@ -342,6 +346,11 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
             print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
     if errors:
         raise errors[0]
+
+
+def needs_length(key: Wanted) -> bool:
+    """Whether a cell's budget is a share of what the full cache generates."""
+    return isinstance(key["budget"], float) and journal.INSTRUMENT not in key
 
 
 def _said_of_run(run: Run) -> str:
@@ -637,7 +646,7 @@ def result_of(
         "command": last.command if look else command,
         "commit": last.commit,
         "date": last.date,
-        "machine": last.machine,
+        "machine": pool.machine_of(runs),
         "versions": last.versions,
         "settings": {
             "limit": wanted[0]["limit"],

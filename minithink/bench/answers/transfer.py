@@ -185,7 +185,7 @@ class Source:
             "command": last.command,
             "commit": last.commit,
             "date": last.date,
-            "machine": last.machine,
+            "machine": pool.machine_of(runs),
             "versions": last.versions,
             "settings": {"ranked": len(self.one.ranked)},
         }

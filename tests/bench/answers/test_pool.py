@@ -169,6 +169,19 @@ def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     assert pick([], wanted) == [None] * 3
 
 
+def test_gpus_with_the_same_cores_are_one_kind_of_machine() -> None:
+    """A table says all of them."""
+    runs = [run_of("window"), run_of("rkv"), run_of("h2o")]
+    for run, gpu in zip(runs, ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100"), strict=True):
+        run.machine = {"gpu": gpu, "cpu": "x"}
+    keys = [run.key for run in runs]
+    assert pick(runs, keys) == [*runs[:2], None]
+    assert pool.machine_of(runs[:2]) == {"gpu": "NVIDIA H100 80GB HBM3 and NVIDIA H200", "cpu": "x"}
+    for run in runs:
+        run.machine = {"cpu": "x"}
+    assert pool.machine_of(runs) == {"cpu": "x"}
+
+
 def test_a_pool_keeps_the_newest_run_of_each_key(tmp_path: Path) -> None:
     assert pool.read(tmp_path) == []
     pool.add(tmp_path, [run_of("rkv"), run_of("window")])

@@ -276,6 +276,31 @@ def test_several_processes_fill_one_pool(
     assert found(tmp_path) == found(alone)
 
 
+def test_what_needs_no_length_of_the_full_cache_does_not_wait(
+    tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And if such a run fails, the others are run; only if the full cache fails, shares of it are not."""
+    one = replace(sweep.SWEEPS["snapkv"], policies=("window", "quant:fmt=int8"))
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
+    asked = list[list[str]]()
+    broken = "quant:fmt=int8"
+
+    def spread(work: Any, keys: list[Any], processes: int, log: Any) -> Any:
+        asked.append([key["policy"] for key in keys])
+        for key in keys:
+            yield key, MinithinkError("no room") if key["policy"] == broken else []
+
+    monkeypatch.setattr(sweep, "spread", spread)
+    words = [*words_of(tmp_path, "snapkv"), "--families", "facts", "ledger", "--processes", "2"]
+    assert main(words) == 1
+    first = ["full", "full", "quant:fmt=int8", "quant:fmt=int8"]
+    assert asked == [first, ["window", "window"]]
+    broken = "full"
+    assert main(words) == 1
+    assert asked[2:] == [first]
+    assert "no room" in capsys.readouterr().err
+
+
 def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What has finished may be taken; the rest is generated when there is time."""
     facts = ["--families", "facts"]
