@@ -20,8 +20,14 @@ Redundancy R says how much a key resembles the others (`ref/redundancy.py`):
 
 The last rule spares the newest of the keys that resemble key i: of several copies the latest loses least.
 
-`score` below computes Z. `Scored.decide` (`scored.py`) does the rest, as for all policies with a score: it keeps the
-newest tokens, and of the older ones as many with the largest scores as there is room for.
+The class below says when a KV head evicts (`due`), how many of the newest tokens stay (`window_size`), and what the
+older ones are worth (`score`, which computes Z). It inherits the rest. `Scored.decide` (`scored.py`) asks `due`. For
+the heads that must evict it keeps the newest tokens, and of the older ones as many with the largest scores as there
+is room for. It gives `score` a `Choice`, in which `held` are all tokens of these heads, `older` those before the
+newest, and `rows` the sequences that have such a head.
+
+`Policy.due` (`kv/contract.py`) adds `slack`, here the buffer, to the budget. `Policy.room` is what protected tokens
+leave of the budget: all of it, unless `protect_prompt` is set.
 """
 
 from __future__ import annotations
@@ -76,7 +82,7 @@ class Rkv(Scored):
             )
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise UsageError(f"{self.name}: kernel_size is {self.kernel_size} keys; it must be odd.")
-        self.slack = self.buffer
+        self.slack = self.buffer  # `Policy.due`: evict at budget + slack
         self.storage = Storage(compaction=self.compaction)
         self.demands = (Demand(See.QUERY, rows=self.alpha),)
 

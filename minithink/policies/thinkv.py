@@ -18,6 +18,20 @@ segment ends, φ tells the type of the next one. The paper's parts:
 This file has φ and TBE. Their numbers are computed in `ref/sparsity.py` (s), `ref/anneal.py` (cases 1 and 2) and
 `ref/survivors.py` with `ref/kmeans.py` (which tokens stay).
 
+The class has no options of its own. Users choose those of `ThinKVOptions` (`thinkv_options.py`), from which it
+inherits. That class also checks them, and makes the storage and the demands of them. This file reads
+
+    here                what it is                   where it comes from
+    tau, g, types       τ, g and |T|                 options
+    budget              k                            an option; `step.budget` has it for each lane
+    thoughts            what tells the type          an option: attention sparsity, or words
+    sparsity_rows       queries that are measured    an option; the paper measures one
+    hard_budget         whether `beyond` happens     an option
+    kept                R, as numbers                from the option `retention`
+    theta               θ1 and θ2                    the option `thresholds`, or the model's calibration
+    measured            L*                           the option `layers`, or the model's calibration
+    _drops              transitions are dropped      from the option `precision`: it ends in T0
+
 You will not find TBQ and CT here, because the cache does both for every policy. `Storage`, made in
 `thinkv_options.py`, gives each type its format. `OpenSegment` tells the cache the type of the next tokens. The cache
 quantizes its buffer when it holds g tokens (`kv/store.py`), and its pages hold one type (`kv/table.py`).
@@ -51,11 +65,7 @@ def type_of(sparsity: Tensor, theta: Sequence[float]) -> Tensor:
 
 @dataclass
 class ThinKV(ThinKVOptions):
-    """Think before you quantize, think before you evict.
-
-    The options give the paper's letters: τ is `tau`, g is `g`, k is `budget`, |T| is `types`, R is `kept`, θ is
-    `theta`, and L*, the layers whose attention is seen every τ tokens, is `measured`.
-    """
+    """Think before you quantize, think before you evict. The options are those of `ThinKVOptions`."""
 
     name: ClassVar[str] = "thinkv"
     summary: ClassVar[str] = "quantize and evict by thought type, which attention sparsity tells (ThinKV)"
