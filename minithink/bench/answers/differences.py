@@ -16,7 +16,7 @@ from statistics import fmean
 
 from minithink.bench.answers import pool
 from minithink.bench.answers.overall import DIFFERENCE, difference, points, shares
-from minithink.bench.answers.sweep import SWEEPS, drawn, wanted_of
+from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, drawn, wanted_of
 from minithink.bench.tables.markdown import aligned
 from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError, alternatives
@@ -57,19 +57,20 @@ Sides = dict[tuple[str, str, Budget], Side]  # by family, policy and budget
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench differences`."""
     add = parser.add_argument
-    add("comparison", choices=tuple(SWEEPS), metavar="COMPARISON", help=f"its name: {', '.join(SWEEPS)}")
+    add("comparison", choices=OF_ANSWERS, metavar="COMPARISON", help=f"its name: {', '.join(OF_ANSWERS)}")
     add("policy", metavar="POLICY", help="as its table writes it")
     add("other", nargs="?", metavar="OTHER", help="default: the policy with which the comparison compares")
     add(
         "--other-in",
         nargs="+",
-        choices=tuple(SWEEPS),
+        choices=OF_ANSWERS,
         metavar="COMPARISON",
         help="those that have OTHER (default: the same)",
     )
     add("--budgets", type=budgets, metavar="N,N,…", help="as in 0.25,0.5 (default: all of POLICY)")
     add("--at", type=budgets, metavar="N,N,…", help="OTHER's budget: one, or one for each family (default: the same)")
     add("--families", nargs="+", metavar="FAMILY", help="default: all that the comparison has")
+    add("--checkpoint", metavar="HASH", help="runs of these weights (default: those that the tables show)")
     add("--less", metavar="FAMILY", help="subtract what either policy does on this family, problem by problem")
     add("--same-bytes", action="store_true", help="OTHER at POLICY's bytes, on straight lines between its budgets")
     add(
@@ -87,10 +88,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     other = args.other or SWEEPS[args.comparison].beside
     if not other:
         raise UsageError(f"The comparison {args.comparison} names no policy to compare with: give OTHER.")
-    own = sides_of(args.comparison, args.results)
+    own = sides_of(args.comparison, args.results, args.checkpoint)
     others: Sides = {}
     for comparison in elsewhere:
-        others |= sides_of(comparison, args.results)
+        others |= sides_of(comparison, args.results, args.checkpoint)
     check(own, args.comparison, args.policy, args.budgets)
     check(others, " and ".join(elsewhere), other, args.at)
     families = families_of(own, args.families)
@@ -124,9 +125,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def sides_of(comparison: str, where: Path) -> Sides:
-    """The runs of a comparison that say which of their answers were right: those that its tables show."""
-    runs = drawn(comparison, where, wanted_of(SWEEPS[comparison]))
+def sides_of(comparison: str, where: Path, checkpoint: str | None = None) -> Sides:
+    """The runs of a comparison that say which of their answers were right: those that its tables show, or those of
+    other weights with the hash `checkpoint`."""
+    sweep = SWEEPS[comparison]
+    if checkpoint is not None:
+        sweep = replace(sweep, checkpoint=checkpoint)
+    runs = drawn(comparison, where, wanted_of(sweep))
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     sides: Sides = {}
     for run in runs:

@@ -16,7 +16,7 @@ from typing import Any
 
 from minithink.bench.answers import pool
 from minithink.bench.answers.pool import Run, key_of, pick
-from minithink.bench.answers.sweep import SWEEPS, wanted_of
+from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, wanted_of
 from minithink.bench.tables.markdown import aligned, short
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import INTERRUPTED, location, positive
@@ -50,7 +50,7 @@ class Compared:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench reproduce`."""
     add = parser.add_argument
-    add("comparison", choices=tuple(SWEEPS), metavar="COMPARISON", help=f"its name: {', '.join(SWEEPS)}")
+    add("comparison", choices=OF_ANSWERS, metavar="COMPARISON", help=f"its name: {', '.join(OF_ANSWERS)}")
     add("policy", metavar="POLICY", help="as its table writes it")
     add(
         "budget",

@@ -51,6 +51,7 @@ from minithink.tasks import families
 from minithink.text.tokenizer import Tokenizer
 
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
+OF_ANSWERS = tuple(name for name, one in SWEEPS.items() if not one.losses)
 ON_INTERRUPT = "interrupted: what is finished stays, and the same command runs the rest"  # printed after Ctrl-C
 LOOK = ("checkpoint", "limit", "problems", "max_new_tokens")  # parts of a key that a quick look changes
 # Parts of a key that only a model's folder says: runs of weights that are not here fit whatever theirs are.

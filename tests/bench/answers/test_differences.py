@@ -12,7 +12,8 @@ import pytest
 
 from minithink.bench.__main__ import main
 from minithink.bench.answers import differences, pool
-from minithink.bench.answers.sweep import SWEEPS, policies_of
+from minithink.bench.answers.sweep import SWEEPS, Wanted, policies_of
+from minithink.bench.methods import Sweep
 from minithink.results import origin
 
 DOCS = origin.ROOT / "docs"
@@ -73,6 +74,25 @@ def test_answers_are_compared_in_pairs(capsys: pytest.CaptureFixture[str]) -> No
     low, high = re.findall(r"[+-][\d.]+", whole[3])[1:]
     assert float(low) < -12.5 < float(high)
     assert (whole[4], whole[5], whole[6]) == ("40.0%", "400", "25 %")
+
+
+def test_runs_of_other_weights(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+
+    def wanted_of(sweep: Sweep) -> list[Wanted]:
+        asked.append(sweep.checkpoint)
+        return []
+
+    monkeypatch.setattr(differences, "wanted_of", wanted_of)
+    assert table(capsys, "main", "one", "two", "--checkpoint", "of another")
+    assert table(capsys, "main", "one", "two")
+    assert asked == ["of another", "of another", "", ""]
+
+
+def test_losses_are_no_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("differences", "reproduce"):
+        assert main([command, "transfer-losses", "rkv"]) == 2
+        assert "there is no 'transfer-losses'; " in capsys.readouterr().err
 
 
 def test_the_other_policy_may_have_other_budgets_and_be_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
