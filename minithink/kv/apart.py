@@ -55,7 +55,7 @@ class Apart:
             at += count
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [n, Hq + Hkv, D], v: [n, Hkv, D]; returns [n, Hq, D], 0 for padding rows."""
+        """Append and attend. qk: [T, Hq + Hkv, D], v: [T, Hkv, D]; returns [T, Hq, D], 0 for padding rows."""
         rows, heads, dim = qk.shape
         out = qk.new_zeros(rows, heads - v.shape[1], dim)
         at = 0
@@ -66,7 +66,7 @@ class Apart:
         return out
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [n, d]."""
+        """Let the policy steer the residual stream, and keep it if the policy demands it. hidden: [T, d]."""
         parts = []
         at = 0
         for cache, count in self._now:

@@ -114,10 +114,10 @@ class FullCache:
         self._cos, self._sin = self.rope.at(torch.tensor(positions, device=self.device))
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
+        """Append and attend. qk: [T, Hq + Hkv, D], unrotated, v: [T, Hkv, D]; returns [T, Hq, D]."""
         qk = self.backend.rope(qk, self._cos, self._sin)
         q, k = qk.split_with_sizes((self.config.num_heads, self.config.num_kv_heads), dim=1)
-        kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, N, D]
+        kv = torch.cat((k, v), dim=1).transpose(0, 1)  # [2·Hkv, T, D]
         queries = q.split_with_sizes(self._counts)
         new = kv.split_with_sizes(self._counts, dim=1)
         out = []

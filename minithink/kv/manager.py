@@ -59,6 +59,18 @@ A manager has
     accounts       what its bytes are for                              (`ledger.py`)
 
 and shows the policy a `View` of them (`view.py`).
+
+Letters in the shapes of tensors, here and in `store.py`:
+
+    B        rows of the manager
+    N        rows of a step: those of its batch, or the few that a policy acts on, which calls them B
+    T        new tokens of a forward pass, of all rows; a decode step has one of each row, so T is N
+    n        tokens of one row, as many as the row with the most of them has
+    S        columns of the lists that are read
+    L        layers
+    Hq, Hkv  query heads and KV heads; g query heads share a KV head
+    D, d     numbers of a head, and of the residual stream
+    Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
 """
 
 from __future__ import annotations
@@ -448,12 +460,12 @@ class KVManager:
         return now
 
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
-        """Append and attend. qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D]; returns [n, Hq, D]."""
+        """Append and attend. qk: [T, Hq + Hkv, D], unrotated, v: [T, Hkv, D]; returns [T, Hq, D]."""
         return self._under_way().attend(layer, qk, v)
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Let the policy steer the residual stream, and keep it if the policy demands it. Behind the final norm
-        (−1) the policy may look at the whole step. hidden: [n, d]."""
+        (−1) the policy may look at the whole step. hidden: [T, d]."""
         return self._under_way().tap(layer, hidden)
 
     def _under_way(self) -> DecodePass | PromptPass:
@@ -790,7 +802,7 @@ class KVManager:
 
 
 def dropped(edits: Sequence[Evict], step: View) -> Tensor:
-    """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, R, Ht, S]."""
+    """Tokens that these edits evict, of the rows that the policy sees: bool [Lt, N, Ht, S]."""
     whole: Tensor | None = None
     for edit in edits:
         # A prompt that is not complete loses no token.

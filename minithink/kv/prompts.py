@@ -52,11 +52,11 @@ class PromptPass:
         self.due = list(parts.policy.demands)
         self.writer = store.append(self.rows, self.counts, self.starts)
         self.at = torch.tensor(self.rows, device=device)  # int64 [N]
-        position = torch.from_numpy(np.concatenate(positions))  # int64 [n]
+        position = torch.from_numpy(np.concatenate(positions))  # int64 [T]
         self.cos, self.sin = parts.rope.at(position.to(device))
         # Attention needs a mask if a prompt has earlier chunks.
         self.masked = any(self.starts)
-        # The index of each prompt's tokens, [N, longest]; behind a prompt's end it is that of its last token.
+        # The index of each prompt's tokens, [N, n]; behind a prompt's end it is that of its last token.
         ends = np.cumsum(self.counts)
         first = ends - self.counts
         self.last = ends - 1
@@ -69,17 +69,17 @@ class PromptPass:
         """Causal attention of every prompt by itself, over the keys and values of this pass and of earlier ones.
 
         Args:
-            qk: [n, Hq + Hkv, D], unrotated; rows behind the tokens of the pass are padding.
-            v: [n, Hkv, D].
+            qk: [T, Hq + Hkv, D], unrotated; what stands behind the tokens of the pass is padding.
+            v: [T, Hkv, D].
 
         Returns:
-            [n, Hq, D], 0 for padding rows.
+            [T, Hq, D], 0 for padding.
         """
         total = sum(self.counts)
         rotated = self.backend.rope(qk[:total], self.cos, self.sin)
         q, k = rotated.split_with_sizes(self.parts.heads, dim=1)
-        kv = torch.stack((k, v[:total]), dim=1)  # [n, 2, Hkv, D]
-        padded = kv[self.each]  # [N, longest, 2, Hkv, D]
+        kv = torch.stack((k, v[:total]), dim=1)  # [T, 2, Hkv, D]
+        padded = kv[self.each]  # [N, n, 2, Hkv, D]
         padded_k, padded_v = padded.unbind(2)
         self.writer.write(layer, padded_k, padded_v)
         queries = q.split(self.counts)
@@ -97,7 +97,7 @@ class PromptPass:
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _read(self, i: int, layer: int, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of prompt i up to the end of this pass, [Hkv, T, D]. own: of this pass, [n, 2, Hkv, D]."""
+        """Keys and values of prompt i up to the end of this pass, [Hkv, S, D]. own: of this pass, [n, 2, Hkv, D]."""
         if not self.starts[i]:
             by_lane = own.permute(1, 2, 0, 3)  # [2, Hkv, n, D]
             k, v = by_lane.unbind()
@@ -110,7 +110,7 @@ class PromptPass:
         return k[0, :, :end], v[0, :, :end]
 
     def _observe(self, i: int, layer: int, q: Tensor, k: Tensor) -> None:
-        """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, T, D]."""
+        """Keep what the policy demands of prompt i. q: [n, Hq, D], k: [Hkv, S, D]."""
         observations = self.observations
         row = self.rows[i]
         prompt = self.known[i].prompt
@@ -139,7 +139,7 @@ class PromptPass:
                 )
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [n, d]."""
+        """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [T, d]."""
         for _ in self.observations.of(self.due, See.HIDDEN, layer):
             last = torch.from_numpy(self.last).to(self.at.device)
             self.observations.keep_hidden(layer, hidden[last], self.at, None)

@@ -182,7 +182,7 @@ class Reading:
         return _Part(f, pages.base(f, page, slot), groups)
 
     def _ring(self, layer: int) -> Tensor:
-        """[N, Hkv, R, 2, D]."""
+        """[N, Hkv, buffer, 2, D]: a layer of the ring."""
         ring = self.store.ring[layer]
         return ring if self.rows is None else ring[self.rows]
 

@@ -38,6 +38,18 @@ A decode step takes slots, and flushes rings, in three parts:
     appended, flushed        the host counts what was taken
 
 Captured graphs know the addresses of tensors. So with fixed widths (`columns`) no tensor is replaced by another.
+
+Letters in the shapes of tensors, here and in `manager.py`:
+
+    B        rows of the manager
+    N        rows of a step: those of its batch, or the few that a policy acts on, which calls them B
+    T        new tokens of a forward pass, of all rows; a decode step has one of each row, so T is N
+    n        tokens of one row, as many as the row with the most of them has
+    S        columns of the lists that are read
+    L        layers
+    Hq, Hkv  query heads and KV heads; g query heads share a KV head
+    D, d     numbers of a head, and of the residual stream
+    Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
 """
 
 from __future__ import annotations
@@ -345,7 +357,7 @@ class PagedStore:
         groups = self.slots.draw_groups_unchecked(bases)
         # The kernel does not support integers that are shrunk.
         flush = by_layer if self.storage.shrink else self.pages.backend.flush
-        flush(_BufferWriter(self, at, bases, groups))
+        flush(_RingFlush(self, at, bases, groups))
 
     def flushed(self, rows: Sequence[int]) -> None:
         """Update the host's counts after `flush_rings`."""
@@ -548,8 +560,15 @@ class PagedStore:
 
 
 class Writer:
-    """Writes the keys and values of appended tokens. Kernels do not call it: they read its fields and write the slots
-    themselves."""
+    """Writes the keys and values of new tokens, layer by layer, where `append` or `take` has found room for them.
+
+    There are two, because a new token lies in a page or in the ring:
+
+        _PageWriter   tokens of prompts; generated tokens, if the policy's storage has no buffer
+        _RingWriter   generated tokens, if it has one (`Storage.buffer`): they wait there to be quantized together
+
+    Kernels do not call a writer. They read its fields and write the slots themselves.
+    """
 
     store: PagedStore
     at: Tensor  # rows, int64 [N]
@@ -564,6 +583,8 @@ class Writer:
 
 
 class _PageWriter(Writer):
+    """Writes new tokens into pages. Their slots are plain, or of the format of their row's thought type."""
+
     def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor]) -> None:
         self.store = store
         self.at = at
@@ -580,6 +601,8 @@ class _PageWriter(Writer):
 
 
 class _RingWriter(Writer):
+    """Writes one generated token of each row into the ring, in full precision."""
+
     def __init__(self, store: PagedStore, at: Tensor, index: Tensor) -> None:
         self.store = store
         self.at = at
@@ -592,8 +615,12 @@ class _RingWriter(Writer):
         self.store.ring[layer, self.at, :, self.index] = kv
 
 
-class _BufferWriter:
-    """Quantizes full rings. The kernel `flush` reads its fields, as kernels do with a Writer."""
+class _RingFlush:
+    """Moves the tokens of full rings into pages, in the format of their row's thought type.
+
+    This is no Writer, because the tokens are not new: their keys and values lie in the ring. `ref/flush.py` calls
+    `store_layer` for each layer; its kernel reads the fields instead.
+    """
 
     def __init__(self, store: PagedStore, at: Tensor, bases: dict[int, Tensor], groups: dict[int, Tensor]) -> None:
         self.store = store
@@ -604,7 +631,7 @@ class _BufferWriter:
 
     def store_layer(self, layer: int) -> None:
         store = self.store
-        k, v = store.ring[layer, self.at].unbind(3)  # [N, Hkv, R, D] each
+        k, v = store.ring[layer, self.at].unbind(3)  # [N, Hkv, buffer, D] each
         through = store.slots.home[0] if store.storage.shrink else None
         for f, bases in self.bases.items():
             t = min(layer, len(bases) - 1)

@@ -29,7 +29,7 @@ Noted = Callable[["View", Policy, Tensor, "Tensor | None"], None]
 class _Read:
     """A reader of some of the rows that a view shows."""
 
-    rows: Tensor | None  # bool [R], the rows that were asked for
+    rows: Tensor | None  # bool [N], the rows that were asked for
     shown: Tensor | None  # int64, the same as indices; None: all rows
     reading: Reading
 
@@ -115,7 +115,7 @@ class View(ShownStep):
 
     @cached_property
     def droppable(self) -> Tensor:
-        """Tokens that may be evicted: unprotected ones of active rows. bool [Lt, R, Ht, S]."""
+        """Tokens that may be evicted: unprotected ones of active rows. bool [Lt, N, Ht, S]."""
         never = torch.iinfo(torch.int32).max
         first = torch.where(self.active, self.protects, never)
         return self._pos >= first[:, None, None]
@@ -132,7 +132,7 @@ class View(ShownStep):
         return self._read(layer, rows, 1)
 
     def _read(self, layer: int, rows: Tensor | None, which: int) -> Tensor:
-        """Keys (0) or values (1) of a layer, [R, Hkv, S, D]. A policy reads the same rows layer by layer, so the last
+        """Keys (0) or values (1) of a layer, [N, Hkv, S, D]. A policy reads the same rows layer by layer, so the last
         reader is kept."""
         last = self._last_read
         if last is None or last.rows is not rows:
@@ -196,7 +196,7 @@ class View(ShownStep):
         n = min(n, ring.shape[2])
         if n not in self._in_ring:
             last = torch.arange(n, device=ring.device) - n
-            self._in_ring[n] = (self.length[:, None] + last) % ring.shape[2]  # [R, n]
+            self._in_ring[n] = (self.length[:, None] + last) % ring.shape[2]  # [N, n]
         return ring[self.row[:, None], :, self._in_ring[n]].transpose(1, 2)
 
     def _newest_hidden(self, layer: int) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class BufferWriter(Protocol):
-    """What a store's `flush_rings` returns (`minithink/kv/store.py`). The kernel uses its pages directly."""
+class RingFlush(Protocol):
+    """Full rings of a store, made by `flush_rings` (`minithink/kv/store.py`). The kernel uses its pages directly."""
 
     layers: int
 
@@ -14,7 +14,7 @@ class BufferWriter(Protocol):
         """Quantize the buffer's tokens of one layer, and write them into their slots."""
 
 
-def flush(writer: BufferWriter) -> None:
+def flush(writer: RingFlush) -> None:
     """Quantize the keys and values that wait in the buffers of some rows, in all layers, and write them into slots.
 
     Args:
