@@ -513,7 +513,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         count = lists.count
 
     # What the launches write: the parts, and what `_mass.py` needs of the logits.
-    in_format = most_parts(lists.seen, constants.base, constants.short)
+    in_format = most_parts(lists.columns_read, constants.base, constants.short)
     parts = len(formats) * in_format + ring
     part = q.new_empty(n, heads, parts, dim, dtype=torch.float32)
     part_lse = q.new_empty(n, heads, parts, dtype=torch.float32)
@@ -597,7 +597,7 @@ def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) 
         group=group,
         how=seen,
         block=work[len(formats) - 1].block,
-        seen=lists.seen,
+        seen=lists.columns_read,
         into=read.into,
     )
     return out, attention

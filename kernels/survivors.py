@@ -282,7 +282,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     if store.shape.scope == "sequence":
         raise ValueError("lanes of several layers that share a table have no keys in common: use the reference")
     lt, n, ht, segments = size.shape
-    seen = store.lists.seen
+    seen = store.lists.columns_read
     device = size.device
     units = lt * n * ht
     # One tensor, cleared by one launch: the numbers of listed segments, then the flags of the tokens that go.

@@ -241,7 +241,7 @@ class DecodeLoop:
             raise ValueError("a step is under way already: call step before the next launch")
         self.cache.prepare(seqs)
         batch = self.cache.batch(seqs, tokens, targets)
-        observed = self.cache.demands_due(seqs)
+        observed = self.cache.demands_now(seqs)
         losses = None if targets is None else self._room_for_losses()
         out = self.run(
             self.steps,
@@ -367,7 +367,7 @@ class DecodeLoop:
         key = Key(
             rows=len(padded),
             whole=whole,
-            columns=cache.seen,
+            columns=cache.columns_read,
             formats=cache.formats_in_use,
             observed=observed,
             decides=cache.captures_decisions,

@@ -647,7 +647,7 @@ class Careful(Launched):
         """Width, formats, and where things are."""
         store = self.cache.store
         addresses = [x.data_ptr() for x in (*store.tensors(), *self.cache.accounts.observed())]
-        return store.lists.seen, set(store.slots.used), self.cache.captures_decisions, addresses
+        return store.lists.columns_read, set(store.slots.used), self.cache.captures_decisions, addresses
 
     def replay(self, values: Tensor) -> Tensor:
         assert self.decided() == self.host
@@ -733,9 +733,9 @@ def test_sequences_come_and_go_between_steps(policy: str, monkeypatch: pytest.Mo
         assert_same_state(f"{policy}, step {i}", got, want, last, exact=False)
         held = store.lists.count.amax((0, 2)).tolist()
         assert all(most >= n for most, n in zip(store.lists.longest, held, strict=True))
-        assert store.lists.seen == store.lists.columns >= max(held)
+        assert store.lists.columns_read == store.lists.columns >= max(held)
         assert {f for seq in last for f in formats(got, seq)} <= store.slots.used | {255}
-        widths.append(store.lists.seen)
+        widths.append(store.lists.columns_read)
         for seq in [seq for seq in last if got.length(seq) == ends[seq]]:
             for manager in (got, want):
                 manager.leave(seq)
@@ -1059,7 +1059,7 @@ def test_a_graph_for_steps_that_observe_and_one_for_the_others() -> None:
         # the second sequence is two tokens behind, and both are observed when either is due
         fed = {seq: (3 * seq + i) % 19 for seq in ((0,) if i < 2 else (0, 1))}
         feed(decoder, want, {seq: [token] for seq, token in fed.items()})
-        due = bool(loop.cache.demands_due(list(fed)))
+        due = bool(loop.cache.demands_now(list(fed)))
         assert due == any((i + 1 - 2 * seq) % 4 == 0 for seq in fed)
         loop.step(list(fed), list(fed.values()))
         for key, mass in want.observations.mass.items():

@@ -130,7 +130,7 @@ class DeviceMeter:
             self.sums[1, at] = (self.cache.store.bytes_of(at).sum(0) + self._state()).double()
             return
         values = self._inputs(sequences)
-        width = self.cache.store.lists.seen
+        width = self.cache.store.lists.columns_read
         if width not in self._captured:
             self._captured[width] = loop.Captured(self._add, values, self.sums, self._pool)
         self._captured[width].replay(values)

@@ -25,12 +25,12 @@ from minithink.ref.decode_attention import decode_probabilities, group_reduce
 class DecodePass:
     """A decode step that is under way: its tokens have slots, its layers are still to come."""
 
-    def __init__(self, parts: Parts, batch: Batch, due: Sequence[Demand]) -> None:
+    def __init__(self, parts: Parts, batch: Batch, demands: Sequence[Demand]) -> None:
         """Take slots for the tokens of a batch.
 
         Args:
             batch: the rows; those that are not active change nothing.
-            due: the demands whose observations this step makes.
+            demands: those whose observations this step makes.
         """
         store = parts.store
         self.parts = parts
@@ -39,7 +39,7 @@ class DecodePass:
         self.backend = parts.store.pages.backend
         self.observations = parts.observations
         self.batch = batch
-        self.due = due
+        self.demands = demands
         # Rows that bring a token; None: all do, because steps without a fixed width have no padding rows.
         self.active = None if store.lists.columns is None else batch.active
         self.position = batch.length - 1  # of the tokens, int64 [N]
@@ -54,7 +54,7 @@ class DecodePass:
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """Append and attend. qk: [N, Hq + Hkv, D], unrotated, v: [N, Hkv, D]; returns [N, Hq, D]."""
         raw, q = self.append(layer, qk, v)
-        asked = self.observations.asked(self.due, layer)
+        asked = self.observations.asked(self.demands, layer)
         if self.parts.dense:
             return self._over_copies(layer, raw, q, asked)
         return self._over_pages(layer, q, asked)
@@ -77,17 +77,17 @@ class DecodePass:
         return raw, q
 
     def _over_pages(self, layer: int, q: Tensor, asked: dict[str, See]) -> Tensor:
-        """Attention of one new token of each row over the tokens of its lanes. q: [N, Hq, D]; asked: the group rules
+        """Attention of one new token of each row over the tokens of its lanes. q: [N, Hq, D]; asked: the rules
         of the weights that must be kept."""
         if not asked:
             attended, _ = self.backend.paged_attention(q, self.read, layer, None)
             return attended
-        # A call keeps weights under one group rule, so several rules take several calls. Their output is the same.
-        for group, what in asked.items():
-            self.read.into = self.observations.in_place(layer, group, what, self.active)
-            attended, mass = self.backend.paged_attention(q, self.read, layer, group)
+        # A call keeps weights under one rule, so several rules take several calls. Their output is the same.
+        for rule, what in asked.items():
+            self.read.into = self.observations.in_place(layer, rule, what, self.active)
+            attended, mass = self.backend.paged_attention(q, self.read, layer, rule)
             if mass is not None:
-                self._keep_weights(layer, group, what, mass)
+                self._keep_weights(layer, rule, what, mass)
         return attended
 
     def _over_copies(self, layer: int, raw: Tensor, q: Tensor, asked: dict[str, See]) -> Tensor:
@@ -108,17 +108,17 @@ class DecodePass:
             of_lanes = raw.reshape(n * kv_heads, -1, dim)
             closer = self.backend.rope(of_lanes, cos, sin).view(grouped.shape)
             logits = torch.where(near.unsqueeze(2), _scores(closer, k), logits)
-        for group, what in asked.items():
-            weights = group_reduce(logits, valid, group)
-            self._keep_weights(layer, group, what, weights)
+        for rule, what in asked.items():
+            weights = group_reduce(logits, valid, rule)
+            self._keep_weights(layer, rule, what, weights)
         if self.pulled is None:  # the output must not depend on whether it is observed
             return self.backend.decode_attention(q, k, v, valid)
         p = decode_probabilities(logits, valid)
         return (p.to(v.dtype) @ v).view(q.shape)
 
-    def _keep_weights(self, layer: int, group: str, what: See, mass: Tensor) -> None:
+    def _keep_weights(self, layer: int, rule: str, what: See, mass: Tensor) -> None:
         at = None if self.batch.whole else self.batch.row
-        self.observations.keep_weights(layer, group, what, at, self.active, mass)
+        self.observations.keep_weights(layer, rule, what, at, self.active, mass)
 
     def _pull(self) -> Pulled:
         """Find the pulled tokens: those below `pull`, which are attended as if they stood directly before the next
@@ -142,7 +142,7 @@ class DecodePass:
         if self.view is not None:
             steered = self.policy.steer(self.view, layer, hidden)
             hidden = checks.steered(self.policy, steered, hidden)
-        for _ in self.observations.of(self.due, See.HIDDEN, layer):
+        for _ in self.observations.of(self.demands, See.HIDDEN, layer):
             self.observations.keep_hidden(layer, hidden, self.batch.row, self.active)
         if layer == -1 and self.parts.watches:
             self.policy.watch(self.parts.view(self.batch))

@@ -65,7 +65,7 @@ class Batch:
 
     @property
     def length(self) -> Tensor:
-        """Tokens that the row has seen when the step's token is in the cache: int64 [N]."""
+        """Tokens that the row has had when the step's token is in the cache: int64 [N]."""
         return self.values[LENGTH]
 
     @property

@@ -168,14 +168,14 @@ def limits_of(policies: Iterable[Policy]) -> list[tuple[Policy, int]]:
     return found
 
 
-def within_limit(policy: Policy, held: Tensor, budget: Tensor, seen: int) -> None:
+def within_limit(policy: Policy, held: Tensor, budget: Tensor, length: int) -> None:
     """Check that a policy has kept a sequence within its limit. This reads the device's memory.
 
     Args:
         policy: one of `limits_of`.
         held: int32 [Lt, Ht], the tokens of each lane between two steps.
         budget: int32 [Lt, Ht], of each lane. A sequence or a lane may have one of its own.
-        seen: tokens that the sequence has had so far.
+        length: tokens that the sequence has had so far.
 
     Raises:
         UsageError: a lane holds more than `Policy.limit` allows.
@@ -190,7 +190,7 @@ def within_limit(policy: Policy, held: Tensor, budget: Tensor, seen: int) -> Non
         return
     holds = int(held.flatten()[lane])
     where = lane_name(lane, *held.shape)
-    so_far = "it has evicted none" if holds == seen else f"the text has {seen:,}"
+    so_far = "it has evicted none" if holds == length else f"the text has {length:,}"
     may = int(limit.flatten()[lane])
     name = policy.name or type(policy).__name__
     raise UsageError(

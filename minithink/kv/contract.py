@@ -30,6 +30,17 @@ L or 1 and Ht is Hkv or 1, by scope:
 
 The columns of a step's tensors are the tokens that a lane holds, oldest first; lanes that hold fewer have `pos` −1
 in their last columns.
+
+Five words mean one thing each in the files of `kv/`, but for two names of `Demand`:
+
+    row      of the manager: it has one sequence, or is free. But See.ROWS and `Demand.rows` are about rows of the
+             attention matrix, one for each query.
+    group    tokens that are neighbours, and whose keys share their scales. But `Demand.group` is a rule for the query
+             heads that share a KV head; elsewhere it is called the rule.
+    due      a lane in which the policy must act now (`Policy.due`), and a row that has such a lane
+    seen     what a policy sees: what it has demanded (`See`); `seen_by` shows a step to a member of a stack
+    begin    A policy opens a segment, and the segment begins with the next token. A step begins when its tokens take
+             slots.
 """
 
 from __future__ import annotations
@@ -129,11 +140,11 @@ class Demand:
 
     what: See
     layers: frozenset[int] | None = None  # None: all; HIDDEN: −1 is after the final norm
-    every: int = 1  # the sequence's generated tokens; 0 generated, at the end of the prompt, is always due
+    every: int = 1  # generated tokens of the sequence; the end of the prompt, with 0 generated, is always observed
     rows: int = 1  # ROWS and QUERY: how many of the last queries, or all that a sequence can have, if these are fewer
     prompt: bool = True  # MASS: also of the prompt's queries, when it is read
-    # How the query heads of a KV head become one: probabilities' sum, mean or max, softmax of the logits' max, or
-    # none: all Hq are given.
+    # The rule by which the weights of a KV head's query heads become one: the probabilities' sum, mean or max, the
+    # softmax of the logits' max, or none: all Hq are given.
     group: str = "mean"
 
     def __post_init__(self) -> None:

@@ -104,10 +104,10 @@ class Lanes:
         # FP32 scales of keys and of values in each format, for every layer
         self.k_scale = torch.ones(len(self.pairs), shape.layers, 1, 1, device=device)
         self.v_scale = torch.ones_like(self.k_scale)
-        self.length = 0  # tokens seen, evicted ones too
+        self.length = 0  # tokens so far, evicted ones too
         self.width = 0  # tokens of the fullest lane
         self.even = True  # whether all lanes hold equally many
-        self.begin = 0  # position of the first token that waits in the buffer
+        self.buffer_start = 0  # position of the first token that waits in the buffer
         self.thought = storage.prompt  # the running segment's type
         self.reads_prompt = True  # until `settle`
         self._new = torch.empty(0)  # the columns of the tokens that a step appends
@@ -401,7 +401,7 @@ class Lanes:
         """
         storage = self.storage
         self.reads_prompt = False
-        self.begin = self.length
+        self.buffer_start = self.length
         if self.pairs[self.home].plain and not storage.buffer:
             return
         pos = self.positions()
@@ -412,7 +412,7 @@ class Lanes:
             behind_sink = max(0, self.length - storage.sink)
             blocks = behind_sink // storage.buffer
             whole = storage.sink + blocks * storage.buffer
-            self.begin = min(whole, self.length)
+            self.buffer_start = min(whole, self.length)
             waiting = moving & (pos >= whole)
             fmt.masked_fill_(waiting, BUFFER)
             moving &= pos < whole
@@ -420,14 +420,14 @@ class Lanes:
 
     def flush(self) -> None:
         """The buffer is full: quantize its tokens together."""
-        self._quantize_from(self._waiting(), self.begin, self.storage.buffer)
-        self.begin = self.length
+        self._quantize_from(self._waiting(), self.buffer_start, self.storage.buffer)
+        self.buffer_start = self.length
 
     @property
     def buffer_is_full(self) -> bool:
         """Evicted tokens count, too."""
         size = self.storage.buffer
-        return size > 0 and self.length - self.begin == size
+        return size > 0 and self.length - self.buffer_start == size
 
     def _quantize_from(self, which: Tensor, start: int, n: int) -> None:
         """Quantize tokens in the format of the running segment; neighbours are counted from the position `start`."""

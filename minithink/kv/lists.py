@@ -45,17 +45,17 @@ class Lists:
         return self.place, self.pos, self.count
 
     @property
-    def seen(self) -> int:
+    def columns_read(self) -> int:
         """S: the columns that are read."""
         return self.columns or max(1, *self.longest)
 
     def positions(self) -> Tensor:
         """Original positions, oldest first, −1 after the last token: int32 [Lt, B, Ht, S]."""
-        return self.pos[..., : self.seen]
+        return self.pos[..., : self.columns_read]
 
     def places(self) -> Tensor:
         """Where the tokens lie, int32 [Lt, B, Ht, S]; undefined after the last token."""
-        return self.place[..., : self.seen]
+        return self.place[..., : self.columns_read]
 
     # -- room for more tokens
 

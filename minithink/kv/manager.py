@@ -212,7 +212,7 @@ class KVManager:
         self._edits: Sequence[tuple[Policy, Edit]] = ()  # of the last decision, for a recorder
         self._opened = False  # whether the host knows that `decide` has opened segments that have not begun
         self._evicts = False  # whether the host has found that lanes hold fewer tokens than it had counted
-        self._unsettled: list[int] = []  # rows whose prompt is complete and not settled yet
+        self._to_settle: list[int] = []  # rows whose prompt is complete and not settled yet
 
     # -- sequences come and go
 
@@ -255,8 +255,8 @@ class KVManager:
         if self.recorder is not None:
             self.recorder.left(seq)
         row = self.sequences.leave(seq)
-        if row in self._unsettled:
-            self._unsettled.remove(row)
+        if row in self._to_settle:
+            self._to_settle.remove(row)
         self.store.clear(row)
 
     def row_of(self, seq: int) -> int:
@@ -264,7 +264,7 @@ class KVManager:
         return self.sequences.row_of[seq]
 
     def length(self, seq: int) -> int:
-        """Tokens that the sequence has seen; `held` counts those that are still in the cache."""
+        """Tokens that the sequence has had; `held` counts those that are still in the cache."""
         return self.sequences.at(self.row_of(seq)).length
 
     def held(self, seq: int) -> int:
@@ -284,11 +284,11 @@ class KVManager:
     def batch(self, seqs: Sequence[int], tokens: Sequence[int], targets: Sequence[int] | None = None) -> Batch:
         """The batch of a step that feeds these tokens, on the host. targets: the tokens that follow in given texts;
         None: they are drawn."""
-        group = self.sequences.of(seqs)
+        lineup = self.sequences.of(seqs)
         waiting = None
         if self.store.storage.buffer:
-            waiting = [self.store.waiting[row] for row in group.rows]
-        return self.sequences.batch(group, tokens, waiting, targets)
+            waiting = [self.store.waiting[row] for row in lineup.rows]
+        return self.sequences.batch(lineup, tokens, waiting, targets)
 
     def pad(self, batch: Batch, rows: Sequence[int]) -> Batch:
         """The batch, and behind it other rows as padding."""
@@ -315,8 +315,8 @@ class KVManager:
             noted=None if self.recorder is None else self.recorder.noted,
         )
 
-    def demands_due(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
-        """The demands that are due when each of these sequences brings its next token."""
+    def demands_now(self, seqs: Sequence[int]) -> tuple[Demand, ...]:
+        """What the policy demands to see of the step in which each of these sequences brings its next token."""
         if not self.policy.demands:
             return ()
         clocks = {known.clock + 1 for known in self.sequences.of(seqs).known}
@@ -362,9 +362,9 @@ class KVManager:
         return self.parts.dense
 
     @property
-    def seen(self) -> int:
-        """Columns of the lists that are read (the width)."""
-        return self.store.lists.seen
+    def columns_read(self) -> int:
+        """S: the columns of the lists that are read. The lists themselves have room for `width` tokens."""
+        return self.store.lists.columns_read
 
     @property
     def formats_in_use(self) -> frozenset[int]:
@@ -386,15 +386,15 @@ class KVManager:
             Exhausted: the pool is full, or too small for buffers or prompts that still wait; nothing has changed.
             UsageError: a lane is full; nothing has changed.
         """
-        group = self.sequences.ready(seqs)
+        lineup = self.sequences.ready(seqs)
         if self.device.type == "cpu":
             self._check_limits()
         if self.grows:
-            self.store.make_room(len(group.rows), 1)
+            self.store.make_room(len(lineup.rows), 1)
         try:
             self._store_what_waits()
             self.fit_columns(1)
-            self.store.require(group.rows)
+            self.store.require(lineup.rows)
         except MinithinkError:
             self._check_limits()  # the fault may be a policy's
             raise
@@ -411,7 +411,7 @@ class KVManager:
             return
         store = self.store
         counted = max(store.lists.longest)
-        if counted + more > store.lists.seen:
+        if counted + more > store.lists.columns_read:
             store.lists.refresh()  # the host has not counted evictions
             self._check_limits()
             self._evicts |= max(store.lists.longest) < counted
@@ -420,7 +420,7 @@ class KVManager:
         if self._evicts and wanted > FINE:
             step = width // 16
             width = -(-(wanted + wanted // 16) // step) * step
-            if wanted <= store.lists.seen < width:  # what it was when the host last asked
+            if wanted <= store.lists.columns_read < width:  # what it was when the host last asked
                 return
         store.lists.columns = min(self.width, width)
 
@@ -449,12 +449,12 @@ class KVManager:
     # -- the forward pass
 
     @torch.inference_mode()
-    def begin(self, batch: Batch, due: Sequence[Demand] | None = None) -> DecodePass:
-        """Take slots for the tokens of a step. due: the demands that are due (`demands_due`), whose observations the
-        step makes; None: all demands. Which rows are due, for the policy to act, is another question (`due`)."""
+    def begin(self, batch: Batch, demands: Sequence[Demand] | None = None) -> DecodePass:
+        """Take slots for the tokens of a step. demands: those whose observations the step makes (`demands_now`);
+        None: all."""
         if self._opens:
             self.store.begin_segments(batch.row, batch.active)
-        now = DecodePass(self.parts, batch, self.policy.demands if due is None else due)
+        now = DecodePass(self.parts, batch, self.policy.demands if demands is None else demands)
         self.now = now
         self._end = None  # whoever calls `begin` calls the parts after it, too
         return now
@@ -484,8 +484,8 @@ class KVManager:
         view = self.view(batch)
         due = torch.zeros_like(view.active)
         for policy in self.deciding:
-            seen = view.seen_by(policy)
-            which, _ = checks.due(policy, policy.due(seen), seen)
+            shown = view.seen_by(policy)
+            which, _ = checks.due(policy, policy.due(shown), shown)
             due |= which.any(2).any(0)
         return due & view.active
 
@@ -524,14 +524,14 @@ class KVManager:
                 f"The KV pool of {pages:,} pages is exhausted: use a smaller --batch-size, budget or "
                 "--max-new-tokens."
             )
-        group = self.sequences.of(seqs)
+        lineup = self.sequences.of(seqs)
         if begun is not None and self._opens:
-            self._note_begun(group.rows, begun)
-        self.sequences.count(group, tokens)
+            self._note_begun(lineup.rows, begun)
+        self.sequences.count(lineup, tokens)
         for policy in self.listening:
-            for row, token in zip(group.rows, tokens, strict=True):
+            for row, token in zip(lineup.rows, tokens, strict=True):
                 policy.listen(row, [token] if token >= 0 else [])
-        self.store.appended(group.rows, [known.length for known in group.known])
+        self.store.appended(lineup.rows, [known.length for known in lineup.known])
         self._over()
 
     def acting(self, batch: Batch, due: Sequence[int] | None = None) -> Batch | None:
@@ -577,11 +577,11 @@ class KVManager:
         """The edits that the policy's members yield, each with its author."""
         edits = list[tuple[Policy, Edit]]()
         for policy in self.deciding:
-            seen = view.seen_by(policy)
+            shown = view.seen_by(policy)
             found = checks.yielded(
                 policy,
-                policy.decide(seen),
-                seen,
+                policy.decide(shown),
+                shown,
                 self.store.storage,
                 captures=self.policy.capturable,
                 asks=view.asks,
@@ -651,7 +651,7 @@ class KVManager:
         """Note on the host which segments begin behind the last tokens of these rows. begun: their types, or SAME."""
         for row, thought in zip(rows, begun, strict=True):
             if thought != SAME:
-                self.store.begin(row, self.sequences.at(row).length, thought)
+                self.store.note_segment(row, self.sequences.at(row).length, thought)
 
     def _tell_recorder(self, rows: Sequence[int], counts: Sequence[int], tokens: Sequence[int]) -> None:
         edits = self._edits
@@ -673,10 +673,10 @@ class KVManager:
     def _store_what_waits(self) -> None:
         """Flush full buffers and settle prompts. If the pool is exhausted, the rest waits for the next step."""
         self._flush_full()
-        while self._unsettled:
-            row = self._unsettled[0]
+        while self._to_settle:
+            row = self._to_settle[0]
             self.moves.settle(row, self.sequences.at(row).length)
-            self._unsettled.pop(0)
+            self._to_settle.pop(0)
 
     # -- a step without the decode loop: it reads prompts, or feeds one generated token to each sequence
 
@@ -691,19 +691,19 @@ class KVManager:
         Raises:
             Exhausted: the pool is full; nothing has changed.
         """
-        group = self.sequences.announced(seqs, counts)
-        if group.known[0].clock < 0:
+        lineup = self.sequences.announced(seqs, counts)
+        if lineup.known[0].clock < 0:
             if self.grows:
-                self.store.make_room(len(group.rows), max(counts))
+                self.store.make_room(len(lineup.rows), max(counts))
             self._store_what_waits()
             self.fit_columns(max(counts))
-            prompts = PromptPass(self.parts, group, counts, tokens or ())
+            prompts = PromptPass(self.parts, lineup, counts, tokens or ())
             self.now = prompts
             self._end = partial(self._end_prompts, prompts)
             return
         self.prepare(seqs)
         batch = self.batch(seqs, [-1] * len(counts) if tokens is None else tokens)
-        now = self.begin(batch.to(self.device), self.demands_due(seqs))
+        now = self.begin(batch.to(self.device), self.demands_now(seqs))
         self._end = partial(self._end_tokens, now, list(seqs), tokens or (), batch)
 
     @torch.inference_mode()
@@ -743,7 +743,7 @@ class KVManager:
         if complete is not None:
             self._act(complete)
         self._over()  # even if the pool turns out to be exhausted below
-        self._unsettled += rows
+        self._to_settle += rows
         self._store_what_waits()
         self._begin_segments()
         self._tell_recorder(now.rows, now.counts, now.tokens)

@@ -1,6 +1,6 @@
 """Observations: tensors that a policy demands to see (`contract.Demand`), kept until the policy reads them.
 
-MASS, ROWS   attention weights, [B, heads, S] for each layer and group rule; attention writes them as it reads the
+MASS, ROWS   attention weights, [B, heads, S] for each layer and rule; attention writes them as it reads the
              keys. After the prompt, MASS is the sum over all queries of the prompt
 QUERY        the last rotated queries, in a ring: position p stands at p mod the ring's size
 HIDDEN       the residual stream of the newest token: [B, d]
@@ -18,7 +18,7 @@ from minithink.kv.contract import Demand, See
 from minithink.kv.store import PagedStore
 from minithink.ref.decode_attention import causal_weights
 
-Weights = dict[tuple[int, str], Tensor]  # (layer, group rule) → attention weights, [B, heads, S]
+Weights = dict[tuple[int, str], Tensor]  # (layer, rule) → attention weights, [B, heads, S]
 
 QUERY_BLOCK = 128  # prompt queries whose probabilities are in memory at once
 
@@ -31,10 +31,10 @@ class Observations:
         self.store = store
         self.demands = demands
         self.width = width
-        # (layer, group rule) → [B, heads, S]: of MASS, and of ROWS with one row
+        # (layer, rule) → [B, heads, S]: of MASS, and of ROWS with one row
         self.mass: Weights = {}
         self.newest: Weights = {}
-        self._layers: dict[str, Tensor] = {}  # group rule → [L, B, heads, S], which `mass` has layer by layer
+        self._layers: dict[str, Tensor] = {}  # rule → [L, B, heads, S], which `mass` has layer by layer
         self.hidden: dict[int, Tensor] = {}  # layer → [B, d]
         shape = store.shape
         asked = max((d.queries for d in demands), default=0)
@@ -60,18 +60,18 @@ class Observations:
         for held in self._by_row():
             held[row] = 0
 
-    def of(self, due: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
-        """Demands of one kind at a layer, each group rule once. due: the demands that are due in this pass."""
-        seen = set()
-        for demand in due:
-            if demand.shows(what, layer) and demand.group not in seen:
-                seen.add(demand.group)
+    def of(self, demands: Sequence[Demand], what: See, layer: int) -> Iterator[Demand]:
+        """Demands of one kind at a layer, each rule once. demands: those of this pass."""
+        rules = set()
+        for demand in demands:
+            if demand.shows(what, layer) and demand.group not in rules:
+                rules.add(demand.group)
                 yield demand
 
-    def asked(self, due: Sequence[Demand], layer: int) -> dict[str, See]:
-        """The group rules of the weights that a layer's attention must write, each with MASS, ROWS or both."""
+    def asked(self, demands: Sequence[Demand], layer: int) -> dict[str, See]:
+        """The rules of the weights that a layer's attention must write, each with MASS, ROWS or both."""
         asked: dict[str, See] = {}
-        for demand in due:
+        for demand in demands:
             if demand.weights and demand.at(layer):
                 known = asked.get(demand.group, demand.weights)
                 asked[demand.group] = known | demand.weights
@@ -82,7 +82,7 @@ class Observations:
     def in_place(
         self,
         layer: int,
-        group: str,
+        rule: str,
         what: See,
         active: Tensor | None,
     ) -> tuple[Tensor, Tensor] | None:
@@ -95,7 +95,7 @@ class Observations:
         if len(kept) != 1:
             return None
         [weights] = kept
-        key = (layer, group)
+        key = (layer, rule)
         if key not in weights:
             weights[key] = self._fixed(weights, key)
         return weights[key], active
@@ -103,14 +103,14 @@ class Observations:
     def keep_weights(
         self,
         layer: int,
-        group: str,
+        rule: str,
         what: See,
         at: Tensor | None,
         active: Tensor | None,
         mass: Tensor,
     ) -> None:
         """Keep attention weights. mass: [N, heads, S], of one query of each row. at: None: these are all rows."""
-        key = (layer, group)
+        key = (layer, rule)
         for weights in self._kept(what):
             if self.store.lists.columns is not None:
                 self._write(weights, key, at, active, mass)
@@ -154,42 +154,42 @@ class Observations:
             at = torch.arange(rows, device=mass.device)
         held = mass.new_zeros(rows, *mass.shape[1:])
         held.index_copy_(0, at, mass)
-        if self.store.reading and key in weights:
-            reading = list(self.store.reading)
-            unfinished = weights[key][reading]
+        if self.store.unsettled and key in weights:
+            prompts = list(self.store.unsettled)
+            unfinished = weights[key][prompts]
             width = max(held.shape[-1], unfinished.shape[-1])
             held = _padded(held, width)
-            held[reading] = _padded(unfinished, width)
+            held[prompts] = _padded(unfinished, width)
         weights[key] = held
 
-    def _heads(self, group: str) -> int:
+    def _heads(self, rule: str) -> int:
         """Heads whose weights are kept apart."""
         shape = self.store.shape
-        return shape.query_heads if group == "none" else shape.kv_heads
+        return shape.query_heads if rule == "none" else shape.kv_heads
 
     def _fixed(self, weights: Weights, key: tuple[int, str]) -> Tensor:
         """Room for weights of a fixed width, zeros: [B, heads, S]."""
-        layer, group = key
+        layer, rule = key
         shape = self.store.shape
-        heads = self._heads(group)
+        heads = self._heads(rule)
         size = (shape.rows, heads, self.width)
-        if weights is not self.mass or not self._everywhere(group):
+        if weights is not self.mass or not self._everywhere(rule):
             return torch.zeros(size, device=shape.device)
-        if group not in self._layers:
-            self._layers[group] = torch.zeros(shape.layers, *size, device=shape.device)
-        return self._layers[group][layer]
+        if rule not in self._layers:
+            self._layers[rule] = torch.zeros(shape.layers, *size, device=shape.device)
+        return self._layers[rule][layer]
 
-    def _everywhere(self, group: str) -> bool:
+    def _everywhere(self, rule: str) -> bool:
         """Whether MASS is demanded under this rule at all layers at once."""
         for demand in self.demands:
-            everywhere = demand.group == group and demand.layers is None
+            everywhere = demand.group == rule and demand.layers is None
             if everywhere and demand.what & See.MASS:
                 return True
         return False
 
-    def all_layers(self, group: str) -> Tensor | None:
+    def all_layers(self, rule: str) -> Tensor | None:
         """MASS of all layers, if it lies in one tensor: [L, B, heads, S]."""
-        return self._layers.get(group)
+        return self._layers.get(rule)
 
     def keep_queries(self, layer: int, q: Tensor, at: Tensor, position: Tensor) -> None:
         """Keep queries in the ring. q: [N, Hq, D]; position: int64 [N]."""
@@ -213,7 +213,7 @@ class Observations:
         self,
         layer: int,
         row: int,
-        group: str,
+        rule: str,
         q: Tensor,
         k: Tensor,
         prompt: int,
@@ -221,28 +221,28 @@ class Observations:
         """Add the attention weights of a chunk's queries, some queries at a time. q: [n, Hq, D], k: [Hkv, S, D];
         prompt: tokens of the whole prompt."""
         total = k.shape[1]
-        key = (layer, group)
+        key = (layer, rule)
         held = self._room(self.mass, key, row, total, prompt)
         before = total - len(q)  # tokens of earlier chunks
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            weights = causal_weights(block, k, before + start, group)  # [block, heads, S]
+            weights = causal_weights(block, k, before + start, rule)  # [block, heads, S]
             held += weights.sum(0)
 
     def keep_prompt_row(
         self,
         layer: int,
         row: int,
-        group: str,
+        rule: str,
         q: Tensor,
         k: Tensor,
         prompt: int,
     ) -> None:
         """Keep the attention weights of the prompt's last query. q: [1, Hq, D], k: [Hkv, S, D]."""
         total = k.shape[1]
-        key = (layer, group)
+        key = (layer, rule)
         held = self._room(self.newest, key, row, total, prompt)
-        [weights] = causal_weights(q, k, total - 1, group)
+        [weights] = causal_weights(q, k, total - 1, rule)
         held[:] = weights
 
     def keep_prompt_queries(
@@ -280,9 +280,9 @@ class Observations:
             if self.store.lists.columns is not None:
                 wider = self._fixed(weights, key)
             else:
-                _, group = key
+                _, rule = key
                 shape = self.store.shape
-                heads = self._heads(group)
+                heads = self._heads(rule)
                 width = max(total, prompt)
                 wider = torch.zeros(shape.rows, heads, width, device=shape.device)
             if held is not None:

@@ -17,18 +17,18 @@ from minithink.kv.batch import Batch
 from minithink.kv.contract import See
 from minithink.kv.parts import Parts
 from minithink.kv.reading import Reading
-from minithink.kv.sequences import Group
+from minithink.kv.sequences import Lineup
 from minithink.ref.attention import of_any_length
 
 
 class PromptPass:
     """A pass over prompts that is under way: its tokens have slots, its layers are still to come."""
 
-    def __init__(self, parts: Parts, group: Group, counts: Sequence[int], tokens: Sequence[int]) -> None:
+    def __init__(self, parts: Parts, lineup: Lineup, counts: Sequence[int], tokens: Sequence[int]) -> None:
         """Take plain slots for the next tokens of prompts.
 
         Args:
-            group: the sequences.
+            lineup: the sequences.
             counts: new tokens of each.
             tokens: ids of all new tokens, one sequence after the other; empty: they are not known.
         """
@@ -38,18 +38,18 @@ class PromptPass:
         self.store = store
         self.backend = store.pages.backend
         self.observations = parts.observations
-        self.rows = group.rows
-        self.known = group.known
+        self.rows = lineup.rows
+        self.known = lineup.known
         self.counts = list(counts)
         self.tokens = tokens
-        self.starts = [known.length for known in group.known]
+        self.starts = [known.length for known in lineup.known]
         self.ends: list[int] = []
         positions = []  # in the text, of each prompt's new tokens
         for start, count in zip(self.starts, counts, strict=True):
             end = start + count
             self.ends.append(end)
             positions.append(np.arange(start, end))
-        self.due = list(parts.policy.demands)
+        self.demands = list(parts.policy.demands)
         self.writer = store.append(self.rows, self.counts, self.starts)
         self.at = torch.tensor(self.rows, device=device)  # int64 [N]
         position = torch.from_numpy(np.concatenate(positions))  # int64 [T]
@@ -114,25 +114,25 @@ class PromptPass:
         observations = self.observations
         row = self.rows[i]
         prompt = self.known[i].prompt
-        for demand in observations.of(self.due, See.MASS, layer):
+        for demand in observations.of(self.demands, See.MASS, layer):
             if demand.prompt:
                 observations.add_prompt_mass(
                     layer=layer,
                     row=row,
-                    group=demand.group,
+                    rule=demand.group,
                     q=q,
                     k=k,
                     prompt=prompt,
                 )
         if self.ends[i] < prompt:
             return
-        asked = observations.asked(self.due, layer)
-        for group, what in asked.items():
+        asked = observations.asked(self.demands, layer)
+        for rule, what in asked.items():
             if what & See.ROWS:
                 observations.keep_prompt_row(
                     layer=layer,
                     row=row,
-                    group=group,
+                    rule=rule,
                     q=q[-1:],
                     k=k,
                     prompt=prompt,
@@ -140,7 +140,7 @@ class PromptPass:
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
         """Keep the residual stream of each prompt's last token, if the policy demands it. hidden: [T, d]."""
-        for _ in self.observations.of(self.due, See.HIDDEN, layer):
+        for _ in self.observations.of(self.demands, See.HIDDEN, layer):
             last = torch.from_numpy(self.last).to(self.at.device)
             self.observations.keep_hidden(layer, hidden[last], self.at, None)
         return hidden

@@ -45,7 +45,7 @@ class Reading:
         """
         Args:
             rows: int64 [N]; None: all rows.
-            lengths: int64 [N], tokens that each row has seen; used only if values lag (`Storage.lag`). None: the
+            lengths: int64 [N], tokens that each row has had; used only if values lag (`Storage.lag`). None: the
                 host's counts.
             settled: bool [N], rows whose prompt is settled; None, with lengths: all rows.
         """
@@ -87,11 +87,11 @@ class Reading:
         if self._alone is not None:
             return self._read(self._alone, layer)
         t = min(layer, len(self.place) - 1)
-        _, n, _, seen = self.place.shape
+        _, n, _, width = self.place.shape
         heads = self.store.shape.kv_heads
         dim = self.store.shape.head_dim
         # one column more, for entries that are no token
-        k = self.store.ring.new_zeros(n, heads, seen + 1, dim)
+        k = self.store.ring.new_zeros(n, heads, width + 1, dim)
         v = torch.zeros_like(k)
         for part in self._parts:
             assert part.column is not None
@@ -127,7 +127,7 @@ class Reading:
             page_format=table.format,
             formats=sorted(self.store.slots.used),
             stride=table.stride,
-            seen=lists.seen,
+            seen=lists.columns_read,
         )
 
     @cached_property
@@ -159,12 +159,12 @@ class Reading:
     def _part(self, i: int, f: int, n: int) -> _Part:
         """The tokens of format f, the i-th that is in use, at most n of a unit."""
         place, column, first = self.by_format
-        seen = place.shape[-1]
+        width = place.shape[-1]
         rank = first[..., i, None] + torch.arange(n, device=place.device)
         there = rank < first[..., i + 1, None]
-        rank = rank.clamp(max=seen - 1)
+        rank = rank.clamp(max=width - 1)
         own = place.gather(-1, rank)
-        columns = torch.where(there, column.gather(-1, rank), seen).long()
+        columns = torch.where(there, column.gather(-1, rank), width).long()
         if f == BUFFER:
             in_ring = torch.where(there, -1 - own, 0).clamp(min=0).long()
             return _Part(f, in_ring, column=columns)
@@ -208,7 +208,7 @@ class Reading:
 
     @cached_property
     def _ends(self) -> tuple[Tensor, Tensor]:
-        """Tokens that each row has seen, int64 [N], and whether its prompt is settled, bool [N]. A prompt that is not
+        """Tokens that each row has had, int64 [N], and whether its prompt is settled, bool [N]. A prompt that is not
         settled is not in the ring."""
         if self.lengths is not None:
             settled = self.settled
@@ -218,7 +218,7 @@ class Reading:
         store = self.store
         device = self.pos.device
         lengths = torch.tensor(store.lengths, device=device)
-        settled = torch.tensor([row not in store.reading for row in range(store.shape.rows)], device=device)
+        settled = torch.tensor([row not in store.unsettled for row in range(store.shape.rows)], device=device)
         if self.rows is None:
             return lengths, settled
         return lengths[self.rows], settled[self.rows]

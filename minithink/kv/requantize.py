@@ -205,8 +205,8 @@ class Moves:
         """Note that the prompt is settled. The plain format is unused then, unless other prompts are being read or
         plain tokens stay."""
         store = self.store
-        store.reading.discard(row)
-        if not store.reading and not self.slots.stays_plain:
+        store.unsettled.discard(row)
+        if not store.unsettled and not self.slots.stays_plain:
             self.slots.used.discard(0)
 
     # -- tokens that the policy moves

@@ -24,7 +24,7 @@ class Known:
     thinking: bool  # whether it is in the think stage
     capacity: int  # tokens that the sequence may have at most
     staged: bool  # whether it has ever been in the think stage
-    length: int = 0  # tokens seen, evicted ones too
+    length: int = 0  # tokens so far, evicted ones too
 
     @property
     def clock(self) -> int:
@@ -33,8 +33,8 @@ class Known:
 
 
 @dataclass
-class Group:
-    """The sequences of a step."""
+class Lineup:
+    """The sequences that take part in a step, in the order of its batch."""
 
     seqs: list[int]
     rows: list[int]
@@ -44,7 +44,7 @@ class Group:
     steps: int = 0  # so many steps fit into the capacities of all its sequences, without another check; 0: check
 
 
-NOBODY = Group([], [], [], np.zeros((len(FIELDS), 0), dtype=np.int64))
+NOBODY = Lineup([], [], [], np.zeros((len(FIELDS), 0), dtype=np.int64))
 
 
 class Sequences:
@@ -95,9 +95,9 @@ class Sequences:
 
     # -- the sequences of a step
 
-    def of(self, seqs: Sequence[int]) -> Group:
-        """The group of these sequences. A step asks for it several times, and a generation asks for the same one step
-        after step, so the last group is kept."""
+    def of(self, seqs: Sequence[int]) -> Lineup:
+        """The lineup of these sequences. A step asks for it several times, and most steps have the same sequences as
+        the step before, so the last lineup is kept."""
         if self._last.seqs != seqs:
             rows = [self.row_of[seq] for seq in seqs]
             known = [self.at(row) for row in rows]
@@ -107,67 +107,67 @@ class Sequences:
             constant[PROMPT] = [k.prompt for k in known]
             constant[SEQUENCE] = seqs
             whole = rows == list(range(len(self.rows)))
-            self._last = Group(list(seqs), rows, known, constant, whole)
+            self._last = Lineup(list(seqs), rows, known, constant, whole)
         return self._last
 
     def recheck(self) -> None:
-        """Forget the last group, so that the next step checks the capacities again."""
+        """Forget the last lineup, so that the next step checks the capacities again."""
         self._last = NOBODY
 
-    def announced(self, seqs: Sequence[int], counts: Sequence[int]) -> Group:
-        """The group of a step in which seqs[i] brings counts[i] new tokens.
+    def announced(self, seqs: Sequence[int], counts: Sequence[int]) -> Lineup:
+        """The lineup of a step in which seqs[i] brings counts[i] new tokens.
 
         Raises:
             ValueError: some read prompts while others generate, or the counts of new tokens are wrong.
         """
         if not seqs or len(set(seqs)) < len(seqs) or min(counts) < 1:
             raise ValueError(f"a step needs sequences, each once, with new tokens: {list(seqs)} with {list(counts)}")
-        group = self.of(seqs)
-        reading = [known.clock < 0 for known in group.known]
-        if any(reading) != all(reading):
+        lineup = self.of(seqs)
+        in_prompt = [known.clock < 0 for known in lineup.known]
+        if any(in_prompt) != all(in_prompt):
             raise ValueError("a step reads prompts or generates, not both: announce them apart")
-        for known, count in zip(group.known, counts, strict=True):
+        for known, count in zip(lineup.known, counts, strict=True):
             if known.length + count > known.capacity:
                 raise ValueError(
                     f"sequence {known.seq} has {known.length} tokens of {known.capacity}: {count} do not fit"
                 )
-            if reading[0] and known.length + count > known.prompt:
+            if in_prompt[0] and known.length + count > known.prompt:
                 raise ValueError(f"sequence {known.seq} announced a prompt of {known.prompt} tokens and brings more")
-            if not reading[0] and count != 1:
+            if not in_prompt[0] and count != 1:
                 raise ValueError(f"sequence {known.seq} generates: it brings one token a step, not {count}")
-        return group
+        return lineup
 
-    def ready(self, seqs: Sequence[int]) -> Group:
-        """The group of a decode step, in which each sequence brings one token.
+    def ready(self, seqs: Sequence[int]) -> Lineup:
+        """The lineup of a decode step, in which each sequence brings one token.
 
         Raises:
             ValueError: a sequence is full, or has not read its prompt.
         """
-        group = self.of(seqs)
-        if not group.steps:
+        lineup = self.of(seqs)
+        if not lineup.steps:
             self.announced(seqs, [1] * len(seqs))
-            first = group.known[0]
+            first = lineup.known[0]
             if first.clock < 0:
                 raise ValueError(
                     f"sequence {first.seq} generates, and has read {first.length} of {first.prompt} prompt tokens"
                 )
-            group.steps = min(known.capacity - known.length for known in group.known)
-        return group
+            lineup.steps = min(known.capacity - known.length for known in lineup.known)
+        return lineup
 
-    def count(self, group: Group, tokens: Sequence[int]) -> None:
-        """Count one generated token of each sequence of a group."""
-        stages = self._stages(group.known, tokens)
-        for known, token, thinks in zip(group.known, tokens, stages, strict=True):
+    def count(self, lineup: Lineup, tokens: Sequence[int]) -> None:
+        """Count one generated token of each sequence of a lineup."""
+        stages = self._stages(lineup.known, tokens)
+        for known, token, thinks in zip(lineup.known, tokens, stages, strict=True):
             known.length += 1
             known.thinking = thinks
             known.staged = known.staged or token in self.think_ids
-        group.steps = max(0, group.steps - 1)
+        lineup.steps = max(0, lineup.steps - 1)
 
     # -- batches
 
     def batch(
         self,
-        group: Group,
+        lineup: Lineup,
         tokens: Sequence[int],
         waiting: Sequence[int] | None,
         targets: Sequence[int] | None = None,
@@ -175,19 +175,19 @@ class Sequences:
         """The batch of a step that feeds these tokens.
 
         Args:
-            tokens: one for each sequence of the group.
+            tokens: one for each sequence of the lineup.
             waiting: tokens in each row's full-precision buffer; None: there are no buffers.
             targets: the tokens that follow in given texts; None: they are drawn.
         """
-        values = group.constant.copy()
-        values[LENGTH] = [known.length + 1 for known in group.known]
-        values[THINKING] = self._count_as_thinking(group.known, tokens)
+        values = lineup.constant.copy()
+        values[LENGTH] = [known.length + 1 for known in lineup.known]
+        values[THINKING] = self._count_as_thinking(lineup.known, tokens)
         values[TOKEN] = tokens
         if waiting is not None:
             values[WAITING] = waiting
         if targets is not None:
             values[TARGET] = targets
-        return Batch(torch.from_numpy(values), group.whole)
+        return Batch(torch.from_numpy(values), lineup.whole)
 
     def everybody(self, batch: Batch) -> Batch:
         """All rows, in order. Rows of the batch are as in the batch; all other rows are not active."""

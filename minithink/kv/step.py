@@ -25,7 +25,7 @@ class ShownStep:
 
     policy: Policy  # to which the step is shown
     shape: Shape
-    length: Tensor  # int64 [B]: tokens that each row has seen
+    length: Tensor  # int64 [B]: tokens that each row has had
     asks: bool = True  # whether the host may read the device's memory; False while a graph is captured
     _supposed: Tensor | None = None  # tokens that lanes are said to hold (`with_budget`)
 
@@ -90,7 +90,7 @@ class ShownStep:
         """Keys, as of `contract.Step`."""
         raise NotImplementedError
 
-    def _weights(self, what: See, layer: int, group: str) -> Tensor:
+    def _weights(self, what: See, layer: int, rule: str) -> Tensor:
         """The attention weights that were kept as MASS or as ROWS, 0 if none were: [B, heads, S]."""
         raise NotImplementedError
 

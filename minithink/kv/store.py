@@ -139,16 +139,16 @@ class PagedStore:
 
         self.asks = True  # whether the host may read the device's memory: False where steps are captured
         # What the host knows of each row:
-        self.lengths = [0] * rows  # tokens seen, evicted ones too
+        self.lengths = [0] * rows  # tokens so far, evicted ones too
         self.waiting = [0] * rows  # tokens in the ring, those evicted there counted too
-        self.reading = set[int]()  # rows whose prompt is not settled
+        self.unsettled = set[int]()  # rows whose prompt is not settled
         self.starts: list[list[int]] = [[] for _ in range(rows)]  # positions at which segments begin, for reading
         self.kinds: list[list[int]] = [[] for _ in range(rows)]  # and their thought types
 
     # -- appending
 
     def append(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Writer:
-        """Take slots in plain pages for tokens of prompts: counts[i] for row rows[i], which has seen lengths[i]
+        """Take slots in plain pages for tokens of prompts: counts[i] for row rows[i], which has had lengths[i]
         tokens before. `settle` moves them to their own format.
 
         Returns:
@@ -184,7 +184,7 @@ class PagedStore:
         self.lists.append(at, valid, self.slots.places_of(bases), first)
         for row, length, count in zip(rows, lengths, counts, strict=True):
             self.lengths[row] = length + count
-        self.reading.update(rows)
+        self.unsettled.update(rows)
         return _PageWriter(self, at, bases)
 
     def require(self, rows: Sequence[int]) -> None:
@@ -295,7 +295,7 @@ class PagedStore:
         self.outgoing_at[at] = position
 
     def appended(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Update the host's counts after `take`. lengths: tokens that each row has seen now."""
+        """Update the host's counts after `take`. lengths: tokens that each row has had now."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
         self.slots.used.update(self.appends)
@@ -409,7 +409,7 @@ class PagedStore:
         self.next_thought[at] = torch.where(active, SAME, noted)
         self.begun[at] = begun
 
-    def begin(self, row: int, position: int, thought: int) -> None:
+    def note_segment(self, row: int, position: int, thought: int) -> None:
         """Note on the host that a segment of this type begins at this position."""
         self.starts[row].append(position)
         self.kinds[row].append(thought)
@@ -429,7 +429,7 @@ class PagedStore:
         self.starts[row] = []
         self.kinds[row] = []
         self.outgoing_at[row] = -1
-        self.reading.discard(row)
+        self.unsettled.discard(row)
         self.lists.longest[row] = 0
         self.lengths[row] = 0
 

@@ -175,15 +175,15 @@ class View(ShownStep):
             demand = self._demand(See.MASS, 0)
             whole = self.observations.all_layers(demand.group)
             if whole is not None:
-                return self._shown(whole[..., : self.store.lists.seen], 1)
+                return self._shown(whole[..., : self.store.lists.columns_read], 1)
         return super().mass(layer)
 
-    def _weights(self, what: See, layer: int, group: str) -> Tensor:
-        width = self.store.lists.seen
+    def _weights(self, what: See, layer: int, rule: str) -> Tensor:
+        width = self.store.lists.columns_read
         kept = self.observations.mass if what is See.MASS else self.observations.newest
-        held = kept.get((layer, group))
+        held = kept.get((layer, rule))
         if held is None:
-            heads = self.shape.query_heads if group == "none" else self.shape.kv_heads
+            heads = self.shape.query_heads if rule == "none" else self.shape.kv_heads
             return torch.zeros(self.shape.rows, heads, width, device=self.shape.device)
         shown = self._shown(held[..., :width], 0)
         more = width - shown.shape[-1]

@@ -102,7 +102,7 @@ def query_rows(
         q: [R, Hq, n, D], rotated, the newest last.
         k: [R, Hkv, S, D], rotated.
         pos: int32 [R, Ht, S], positions of the tokens; −1: no token.
-        length: int64 [R], tokens that each sequence has seen.
+        length: int64 [R], tokens that each sequence has had.
         group: as in `group_reduce`.
 
     Returns:

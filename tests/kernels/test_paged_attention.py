@@ -208,9 +208,9 @@ def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkey
     before, _ = paged_attention(q, Reading(store), 0)
     drop = store.lists.positions() > 1
     drop[:, 0] = False
-    seen = store.lists.seen
+    seen = store.lists.columns_read
     store.evict(drop)
-    assert store.lists.seen < seen / 2
+    assert store.lists.columns_read < seen / 2
     after, _ = paged_attention(q, Reading(store), 0)
     assert_same("row 0", after[0], before[0])
     assert not torch.equal(after[1], before[1])

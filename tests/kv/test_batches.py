@@ -132,7 +132,7 @@ def content(manager: KVManager, row: int) -> dict[str, Tensor]:
     """All that a row holds, as its next step will read it: lists, counts, pages, keys and values of every layer."""
     store = manager.store
     tensor = partial(torch.tensor, device=manager.device)
-    read = Reading(store, tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.reading]))
+    read = Reading(store, tensor([row]), tensor([store.lengths[row] + 1]), tensor([row not in store.unsettled]))
     most, none = int(store.lists.count[:, row].max()), store.slots.table.free_pages.count
     out = {"count": store.lists.count[:, row], "pos": store.lists.pos[:, row, :, :most]}
     # Which pages they are does not matter: a page is the column of its table.
@@ -515,7 +515,7 @@ def assert_width(manager: KVManager) -> None:
     assert store.lists.columns is not None
     most = max(store.lists.longest)
     assert store.lists.longest >= store.lists.count.amax((0, 2)).tolist()
-    assert store.lists.seen == store.lists.columns >= most
+    assert store.lists.columns_read == store.lists.columns >= most
     assert store.lists.columns == manager.width or store.lists.columns & (store.lists.columns - 1) == 0
     assert store.lists.columns in (manager.width, *(1 << (max(4, n) - 1).bit_length() for n in (most, most + 1)))
 

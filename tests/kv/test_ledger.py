@@ -165,7 +165,7 @@ def of_tokens(manager: KVManager, seq: int) -> int:
     """Bytes of the scales of single tokens, of one sequence, which lie beside its pages."""
     store = manager.store
     row = manager.row_of(seq)
-    place = store.lists.place[:, row, :, : store.lists.seen]
+    place = store.lists.place[:, row, :, : store.lists.columns_read]
     paged = (store.lists.positions()[:, row] >= 0) & (place >= 0)
     formats = store.slots.table.format[
         torch.where(paged, place // store.slots.table.stride, store.pages.trash_page).long()

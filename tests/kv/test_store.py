@@ -338,7 +338,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _mask(self, seed: int, share: float, row: int | None) -> Tensor:
         """Any tokens, and any columns that hold none."""
         generator = torch.Generator().manual_seed(seed)
-        mask = torch.rand(*self.shape.tables, self.store.lists.seen, generator=generator) < share
+        mask = torch.rand(*self.shape.tables, self.store.lists.columns_read, generator=generator) < share
         if row is not None:
             others = [r for r in range(ROWS) if r != row]
             mask[:, others] = False
@@ -600,7 +600,7 @@ class StoreMachine(RuleBasedStateMachine):
         host = (
             s.lists.longest.copy(),
             s.waiting.copy(),
-            s.reading.copy(),
+            s.unsettled.copy(),
             s.slots.used.copy(),
             [x.copy() for x in s.starts],
         )

@@ -147,7 +147,7 @@ def test_a_prompt_is_cut_once_as_the_code_does(
     first: dict[int, list[list[int]]] = {}
     for i, manager in enumerate(follow(policy, prompts, 4, rows=len(prompts) + 1)):
         assert len(policy.seen) == 2 * len(cut)  # layers; never again
-        assert not manager.demands_due(range(len(prompts)))
+        assert not manager.demands_now(range(len(prompts)))
         for seq, n in enumerate(prompts):
             mine = held(manager, seq)
             first.setdefault(seq, mine)

@@ -65,7 +65,7 @@ def made(method: str, batch: int = 3, tokens: int = 200, **settings: Any) -> Ste
 def assert_lawful(case: Steady) -> None:
     """Slots and pages are conserved, and the types of thoughts never mix in a block."""
     store = case.cache.store
-    table, place, pos = store.slots.table, store.lists.place[..., : store.lists.seen], store.lists.positions()
+    table, place, pos = store.slots.table, store.lists.place[..., : store.lists.columns_read], store.lists.positions()
     paged = place[(pos >= 0) & (place >= 0)]
     assert len(paged.unique()) == len(paged), "two tokens in one slot"
     live = torch.zeros_like(table.live)
@@ -155,7 +155,7 @@ def test_copies_hold_what_the_few_hold(method: str) -> None:
 def _uses(few: Steady, row: int) -> int:
     """Living tokens of a row whose keys share scales."""
     store = few.cache.store
-    place = store.lists.place[:, row, :, : store.lists.seen][store.lists.positions()[:, row] >= 0]
+    place = store.lists.place[:, row, :, : store.lists.columns_read][store.lists.positions()[:, row] >= 0]
     by_token = torch.tensor([lay.by_token for lay in store.pages.layouts])
     return int(by_token[store.slots.table.format[place[place >= 0] // store.slots.table.stride].long()].sum())
 
