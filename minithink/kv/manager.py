@@ -7,10 +7,13 @@
     pages    Keys and values lie in the slots of pages, out of one pool. A slot that an evicted token frees is used
              again, so the order in memory says nothing.
     lists    A list says which tokens a lane holds, oldest first, and in which slot each lies. Reading and evicting go
-             by the lists.
+             by the lists. Lanes that keep the same tokens share a list; they are a *unit*.
     graphs   The device's part of a step can be captured as CUDA graphs. They read their inputs from a tensor, and
              Python does not run when they are replayed. So the host (Python, with its own counts of tokens) checks
              before a step what it can, and reads after the step what it must know.
+
+None of them may change a result. docs/kv-cache.md says of each what it is good for, and names the tests that hold it
+to the plain manager (most are in tests/kv/test_plain.py).
 
 A decode step feeds one token to each of some sequences. Its parts, in order:
 
@@ -71,6 +74,8 @@ Letters in the shapes of tensors, here and in `store.py`:
     Hq, Hkv  query heads and KV heads; g query heads share a KV head
     D, d     numbers of a head, and of the residual stream
     Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
+
+In code, f is a format, the index into `Storage.formats` (0 is plain), and t the index of a layer on the axis Lt.
 """
 
 from __future__ import annotations
@@ -104,8 +109,9 @@ from minithink.kv.store import SAME, PagedStore
 from minithink.kv.view import View
 from minithink.model import Rope
 
-NARROWEST = 256  # columns, where they follow the lanes
-FINE = 1024  # columns; above, where tokens were evicted, widths come closer to the lanes than powers of two
+# With columns="fit":
+NARROWEST = 256  # columns: the smallest width
+FINE = 1024  # columns: lanes that are longer, and have lost tokens, get widths between the powers of two
 
 
 class KVManager:
@@ -163,7 +169,7 @@ class KVManager:
             columns = need.width
         self.width = need.width if columns is None else columns  # of the lists
 
-        units = self.shape.tables[0] * self.shape.tables[2]  # of a row
+        units = self.shape.tables[0] * self.shape.tables[2]  # of one row
         if pages is None:
             prompts = rows if prompts is None else prompts
             pages = units * (rows * need.pages + prompts * need.prompt_pages)
@@ -188,7 +194,7 @@ class KVManager:
         self.sequences = Sequences(rows, think_ids)
         self.accounts = Accounts(self.store, policy, self.budgets, self.observations, rows)
 
-        # Which members of the policy do what
+        # Which members of the policy do what. A policy that is no stack is its only member.
         steering = [p for p in members(policy) if type(p).steer is not Policy.steer]
         watching = [p for p in members(policy) if type(p).watch is not Policy.watch]
         self.steers = bool(steering)
@@ -403,9 +409,10 @@ class KVManager:
     def fit_columns(self, more: int) -> None:
         """With columns="fit": set the width so that each lane has room for `more` tokens.
 
-        It is a power of two, for a graph is captured for each width, and lanes that only grow shall need few. Lanes
-        that lose tokens stay about as long as they are. So above FINE their width is a sixteenth of a power of two,
-        with room for a sixteenth more tokens, so that the host seldom asks what the lanes hold.
+        It is a power of two, because a graph is captured for each width, and lanes that only grow should need few.
+        Lanes that lose tokens stay about as long as they are. So above FINE their width is the next multiple of a
+        sixteenth of this power of two that leaves room for a sixteenth more tokens. Then the host seldom has to ask
+        what the lanes hold.
         """
         if not self._fits:
             return

@@ -9,16 +9,17 @@ A store has four parts, each an object of its own:
 
 and itself the full-precision buffers and the thought types of its rows:
 
-    ring         tokens that wait to be quantized together
-    outgoing     where values lag behind keys, the value that left the ring last
+    ring         tokens that wait to be quantized together (`Storage.buffer`)
+    outgoing     where values are quantized later than keys (`Storage.lag`), the value that left the ring last
 
-A *unit* is the lanes that share a table, and so have the same tokens in the same slots (`table.py`). *Keys by token*
-share a scale across tokens, one for each channel; papers call this per-channel quantization.
+A *unit* is the lanes that share a table, and so have the same tokens in the same slots (`table.py`): with scope
+"head" one lane, with "layer" the heads of a layer. *Keys by token* share a scale across tokens, one for each channel;
+papers call this per-channel quantization.
 
 The life of a token:
 
-    append    a prompt's token takes a slot of a plain page; then the Writer writes its key and value, layer by layer
-    take      a generated token takes a slot, or a place in the ring; then the Writer writes it, too
+    append    a prompt's token takes a slot of a plain page; then a Writer writes its key and value, layer by layer
+    take      a generated token takes a slot, or a place in the ring; then a Writer writes it, too
     settle    the prompt was read: the tokens that the policy kept move from plain pages into pages of their format
     flush     the ring is full: its tokens are quantized into pages of the running thought type
     read      a Reading has every layer's keys and values, oldest token first (`reading.py`)
@@ -50,6 +51,8 @@ Letters in the shapes of tensors, here and in `manager.py`:
     Hq, Hkv  query heads and KV heads; g query heads share a KV head
     D, d     numbers of a head, and of the residual stream
     Lt, Ht   L and Hkv where every lane keeps its own tokens; 1 where layers or heads keep the same (`Policy.scope`)
+
+In code, f is a format, the index into `Storage.formats` (0 is plain), and t the index of a layer on the axis Lt.
 """
 
 from __future__ import annotations
@@ -75,7 +78,7 @@ SAME = 255  # no new thought type
 
 
 class PagedStore:
-    """Keys and values of the tokens of B rows. `kv/contract.py` explains rows and lanes, `kv/table.py` units."""
+    """Keys and values of the tokens of B rows. `kv/contract.py` explains rows and lanes."""
 
     def __init__(
         self,
@@ -142,10 +145,10 @@ class PagedStore:
         self.lengths = [0] * rows  # tokens so far, evicted ones too
         self.waiting = [0] * rows  # tokens in the ring, those evicted there counted too
         self.unsettled = set[int]()  # rows whose prompt is not settled
-        self.starts: list[list[int]] = [[] for _ in range(rows)]  # positions at which segments begin, for reading
+        self.starts: list[list[int]] = [[] for _ in range(rows)]  # where segments begin, for `entries`
         self.kinds: list[list[int]] = [[] for _ in range(rows)]  # and their thought types
 
-    # -- appending
+    # -- tokens of prompts
 
     def append(self, rows: Sequence[int], counts: Sequence[int], lengths: Sequence[int]) -> Writer:
         """Take slots in plain pages for tokens of prompts: counts[i] for row rows[i], which has had lengths[i]
@@ -187,6 +190,8 @@ class PagedStore:
         self.unsettled.update(rows)
         return _PageWriter(self, at, bases)
 
+    # -- generated tokens
+
     def require(self, rows: Sequence[int]) -> None:
         """Check that there is room for one generated token of each row: in the lists and, if the host may read the
         device's memory, in pages.
@@ -213,43 +218,6 @@ class PagedStore:
                 thought=self.thought,
             )
         self._widen(longest)
-
-    def make_room(self, rows: int, count: int) -> None:
-        """Make the pool larger, if a step might find it too small, whatever the policy does. Captured graphs know the
-        addresses of its tensors, so this is for steps that are not captured.
-
-        Args:
-            rows: that take part in the step.
-            count: tokens that each may append.
-        """
-        lt, _, ht = self.shape.tables
-        units = lt * rows * ht
-        layouts = self.pages.layouts
-        # New tokens, and a full ring. If there are several formats, all tokens of a lane may move to another one.
-        moving = count + self.storage.buffer
-        if len(layouts) > 1:
-            moving += max(self.lists.longest)
-        fewest = min(lay.slots for lay in layouts)
-        pages = units * len(layouts) * (-(-moving // fewest) + 1)
-        groups = 0
-        sizes = [lay.k.group for lay in layouts if lay.by_token]
-        if sizes:
-            groups = units * len(sizes) * (-(-moving // min(sizes)) + 1)
-        free_pages = self.slots.table.free_pages
-        free_groups = self.slots.free_groups
-        if free_pages.has(pages) and free_groups.has(groups):
-            return
-        more_pages = max(pages, free_pages.count // 2)
-        more_groups = max(groups, free_groups.count // 2) if sizes else 0
-        self.slots.grow(more_pages, more_groups)
-
-    def _widen(self, longest: list[int]) -> None:
-        """Make the lists wide enough for so many tokens of each row."""
-        self.lists.longest = longest
-        if self.lists.columns is None:
-            self.lists.widen(max(longest))
-            if self.compaction:
-                self.compaction.widen()
 
     def take(self, batch: Batch) -> Writer:
         """Take slots, or places in the ring, for one generated token of every active row, without the host. If the
@@ -307,8 +275,47 @@ class PagedStore:
 
     @property
     def appends(self) -> tuple[int, ...]:
-        """Formats that `take` may write."""
+        """Formats in which `take` may store tokens; none, if tokens wait in the ring."""
         return () if self.storage.buffer else self.slots.home
+
+    # -- room for more tokens
+
+    def make_room(self, rows: int, count: int) -> None:
+        """Make the pool larger, if a step might find it too small, whatever the policy does. Captured graphs know the
+        addresses of its tensors, so this is for steps that are not captured.
+
+        Args:
+            rows: that take part in the step.
+            count: tokens that each may append.
+        """
+        lt, _, ht = self.shape.tables
+        units = lt * rows * ht
+        layouts = self.pages.layouts
+        # New tokens, and a full ring. If there are several formats, all tokens of a lane may move to another one.
+        moving = count + self.storage.buffer
+        if len(layouts) > 1:
+            moving += max(self.lists.longest)
+        fewest = min(lay.slots for lay in layouts)
+        pages = units * len(layouts) * (-(-moving // fewest) + 1)
+        groups = 0
+        sizes = [lay.k.group for lay in layouts if lay.by_token]
+        if sizes:
+            groups = units * len(sizes) * (-(-moving // min(sizes)) + 1)
+        free_pages = self.slots.table.free_pages
+        free_groups = self.slots.free_groups
+        if free_pages.has(pages) and free_groups.has(groups):
+            return
+        more_pages = max(pages, free_pages.count // 2)
+        more_groups = max(groups, free_groups.count // 2) if sizes else 0
+        self.slots.grow(more_pages, more_groups)
+
+    def _widen(self, longest: list[int]) -> None:
+        """Make the lists wide enough for so many tokens of each row."""
+        self.lists.longest = longest
+        if self.lists.columns is None:
+            self.lists.widen(max(longest))
+            if self.compaction:
+                self.compaction.widen()
 
     # -- full buffers
 
@@ -325,6 +332,7 @@ class PagedStore:
         waits = (place < 0) & (pos >= 0)
         purpose = f"quantizing the buffers of {len(rows)} sequences"
         if any(self.pages.layouts[f].by_token for f in self.slots.home):
+            # A token in the ring has the place −1 − its number there (`slots.py`).
             number = torch.where(waits, -1 - place, size).long()
             valid = torch.zeros(*place.shape[:-1], size + 1, dtype=torch.bool, device=at.device)
             valid = valid.scatter_(-1, number, True)[..., :size]
@@ -444,7 +452,7 @@ class PagedStore:
     # -- tables, tensors, bytes
 
     def entries(self, layer: int, row: int, head: int) -> list[Entry]:
-        """The block table of one unit."""
+        """The block table of one unit, for people to read. layer, head: on the axes Lt and Ht."""
         lists = self.lists
         n = int(lists.count[layer, row, head])
         place = lists.place[layer, row, head, :n].tolist()
