@@ -35,7 +35,6 @@ from torch.testing import assert_close
 
 import minithink
 from minithink.calibrate.agreement import confusion, kappa
-from minithink.calibrate.density import density, grid, peaks
 from minithink.config import ModelConfig
 from minithink.kv.contract import Demand, See
 from minithink.kv.manager import KVManager
@@ -49,6 +48,7 @@ from minithink.quant import e4m3, parse
 from minithink.ref.anneal import anneal
 from minithink.ref.kmeans import kmeans
 from minithink.reread.attention import sparsity
+from minithink.reread.density import density, grid, peaks
 from minithink.tasks import grade, load_problems
 from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from itertools import combinations, combinations_with_replacement, permutations, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,19 @@ class Look(NamedTuple):
     doubts: Tensor  # bool [thoughts but the first]: which of them are transitions
 
 
+class Sparse(Protocol):
+    """What is asked of a trace by the functions that compare kinds of thoughts; fields as those of Look."""
+
+    @property
+    def kinds(self) -> list[str]: ...
+    @property
+    def sparsity(self) -> Tensor: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def token_kinds(self) -> list[str]: ...
+
+
 def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, tau: int) -> Look:
     """Read one trace again, and measure."""
     n = thinking_end(engine, generated)
@@ -132,7 +145,7 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
     )
 
 
-def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
+def sparsity_by_kind(looks: Sequence[Sparse]) -> list[dict[str, Any]]:
     """For every kind and layer: mean and standard deviation of the rows' sparsity, and the standard deviation of the
     segments' means."""
     out = list[dict[str, Any]]()
@@ -155,7 +168,7 @@ def sparsity_by_kind(looks: Sequence[Look]) -> list[dict[str, Any]]:
     return out
 
 
-def separability(looks: Sequence[Look]) -> dict[str, Any]:
+def separability(looks: Sequence[Sparse]) -> dict[str, Any]:
     """How well one layer's mean sparsity tells the kinds of segments apart.
 
     `auc`, for two kinds: the probability that a segment of one kind is sparser than a segment of the other, if both
@@ -201,7 +214,7 @@ def separability(looks: Sequence[Look]) -> dict[str, Any]:
     return {"auc": auc, "two_thresholds": split}
 
 
-def _examples(looks: Sequence[Look]) -> tuple[Tensor, Tensor]:
+def _examples(looks: Sequence[Sparse]) -> tuple[Tensor, Tensor]:
     """Sparsity of every segment, [segments, L], and its kind as an index into KINDS."""
     kinds = []
     for one in looks:

@@ -22,7 +22,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from minithink.calibrate.density import Peaks
+from minithink.reread.density import Peaks
 from minithink.results.files import rounded
 
 SHARES = (0.35, 0.70)  # of segments below θ1 and below θ2

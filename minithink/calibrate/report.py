@@ -12,8 +12,8 @@ from torch import Tensor
 
 from minithink.calibrate import choose
 from minithink.calibrate.agreement import compare, fold
-from minithink.calibrate.density import Peaks
 from minithink.policies.thinkv import type_of
+from minithink.reread.density import Peaks
 from minithink.text.thoughts import NAMES
 
 

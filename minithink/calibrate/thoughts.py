@@ -19,10 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal, folder_of_texts
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
@@ -38,6 +36,7 @@ from minithink.policies import load as load_policy
 from minithink.policies import read
 from minithink.policies.thinkv import ThinKV
 from minithink.reread.attention import sparsity
+from minithink.reread.density import density, noise_like, peaks
 from minithink.results import record
 from minithink.results.files import dumps, rounded
 from minithink.results.files import replace as replace_file
@@ -292,20 +291,6 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
 def modes_by_rows(u: Tensor, steps: int) -> dict[str, list[int]]:
     """How many modes every layer has when the last queries are averaged. u: [N, L]."""
     return {str(n): [len(peaks(density(x)).modes) for x in averaged(u, n, steps).unbind(1)] for n in ROWS}
-
-
-def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
-    """Noise without types, with the mean and the spectrum of a text's steps. So neighbouring steps are as similar as
-    in the text, and every mode of its averages is there by chance. Only the phases are drawn (a surrogate, Theiler et
-    al. 1992). u: [N, L]; rows before the last `steps`, the prompt's queries, stay."""
-    own = u[len(u) - steps :].double()
-    spectrum = torch.fft.rfft(own, dim=0)
-    phases = torch.rand(spectrum.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    phases[0] = 0  # the mean
-    if steps % 2 == 0:
-        phases[-1] = 0  # real
-    noise = torch.fft.irfft(spectrum * torch.polar(torch.ones_like(phases), 2 * torch.pi * phases), n=steps, dim=0)
-    return torch.cat((u[: len(u) - steps].double(), noise.clamp(0, 1)))
 
 
 def layers_of(u: Tensor) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import NONE
 from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
 from minithink.results.files import read_bytes
-from minithink.tasks.prepare import FAMILIES, draw_problems, id_of, reference_trace
+from minithink.tasks.prepare import references
 from minithink.text.thinking import CLOSE, count_thinking
 
 STDLIB = "stdlib"
@@ -260,19 +259,8 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _references(count: int, seed: int) -> list[Text]:
     """Reference traces of `count` validation problems, on which no model was trained, of the families in turn."""
-    draws = {}
-    for family in FAMILIES:
-        rng = random.Random(f"{family}{seed}")
-        draws[family] = draw_problems(family, "validation", rng)
-    texts = dict[str, Text]()
-    for draw in cycle(draws.values()):
-        if len(texts) == count:
-            return list(texts.values())
-        problem = next(draw)
-        thinking, answer = reference_trace(problem)
-        name = id_of(problem)
-        texts[name] = Text(name, f"{thinking}{CLOSE}{answer}", problem.question)
-    raise AssertionError("there are families")
+    found = references(count, seed)
+    return [Text(one.id, f"{one.thinking}{CLOSE}{one.answer}", one.question) for one in found]
 
 
 def _sources(length: int, count: int, seed: int) -> list[Text]:

@@ -15,10 +15,10 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from minithink.cli.commands import Parser, exit_code, location, positive
 from minithink.errors import MinithinkError, UsageError, unwritable
@@ -141,6 +141,33 @@ def reference_trace(problem: Puzzle) -> tuple[str, str]:
     again."""
     thinking, answer = FAMILIES[problem.family].draw_trace(problem, random.Random(problem.digest()))
     return thinking, answer
+
+
+class Reference(NamedTuple):
+    """A problem with its reference trace."""
+
+    id: str
+    family: str
+    question: str
+    thinking: str
+    answer: str
+
+
+def references(count: int, seed: int = 0) -> list[Reference]:
+    """Reference traces of `count` validation problems, on which no model was trained, of the families in turn."""
+    draws = {}
+    for family in FAMILIES:
+        rng = random.Random(f"{family}{seed}")
+        draws[family] = draw_problems(family, "validation", rng)
+    found = dict[str, Reference]()
+    for family in cycle(FAMILIES):
+        if len(found) == count:
+            break
+        problem = next(draws[family])
+        thinking, answer = reference_trace(problem)
+        name = id_of(problem)
+        found[name] = Reference(name, family, problem.question, thinking, answer)
+    return list(found.values())
 
 
 def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dict[str, Any]]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minithink.calibrate.choose import by_modes, choose, look, quantiles, ranked
-from minithink.calibrate.density import Peaks
 from minithink.policies.thinkv import type_of
+from minithink.reread.density import Peaks
 from minithink.results.files import rounded
 from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 

@@ -13,7 +13,6 @@ import torch
 
 from minithink.calibrate import report, thoughts
 from minithink.calibrate.__main__ import main
-from minithink.calibrate.density import density, peaks
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.reading import averaged, types
 from minithink.checkpoint.weights import checkpoint_hash
@@ -22,6 +21,7 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.policies import parse
 from minithink.policies.thinkv import type_of
 from minithink.reread.attention import sparsity
+from minithink.reread.density import density, peaks
 from minithink.results.files import rounded
 from minithink.tasks import families, load_problems
 from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments

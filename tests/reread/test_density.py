@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.calibrate.density import GRID, bandwidth, density, grid, peaks
+from minithink.reread.density import GRID, bandwidth, density, grid, peaks
 
 
 def mixture(*parts: tuple[float, float, int]) -> torch.Tensor:

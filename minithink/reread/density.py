@@ -57,3 +57,17 @@ def peaks(f: Tensor) -> Peaks:
         depths.append(1 - float(f[valleys[-1]] / torch.minimum(f[left], f[right])))
     x = grid()
     return Peaks(x[modes].tolist(), x[valleys].tolist(), depths)
+
+
+def noise_like(u: Tensor, steps: int, seed: int) -> Tensor:
+    """Noise without types, with the mean and the spectrum of a text's steps. So neighbouring steps are as similar as
+    in the text, and every mode of its averages is there by chance. Only the phases are drawn (a surrogate, Theiler et
+    al. 1992). u: [N, L]; rows before the last `steps`, the prompt's queries, stay."""
+    own = u[len(u) - steps :].double()
+    spectrum = torch.fft.rfft(own, dim=0)
+    phases = torch.rand(spectrum.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    phases[0] = 0  # the mean
+    if steps % 2 == 0:
+        phases[-1] = 0  # real
+    noise = torch.fft.irfft(spectrum * torch.polar(torch.ones_like(phases), 2 * torch.pi * phases), n=steps, dim=0)
+    return torch.cat((u[: len(u) - steps].double(), noise.clamp(0, 1)))
