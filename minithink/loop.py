@@ -18,8 +18,9 @@ batch (`kv/batch.py`). Sequences come and go between replays.
     next step ◄── evict ◄── choose ◄── layers: score keys ◄── batch of the rows that are due ◄─┘
 
 A policy decides in few steps and for few rows. These rows are a batch of their own, in a second graph. A policy that
-is not `capturable` acts between steps, kernel by kernel. Tokens that are quantized together wait in a buffer. The
-rows whose buffers are full are the batch of a third graph.
+is not `capturable` acts between steps, kernel by kernel: on the rows that are due, if it `tells_due`, else on all
+rows after every step. Tokens that are quantized together wait in a buffer. The rows whose buffers are full are the
+batch of a third graph.
 
 A graph is captured when it is first needed. It holds for
 
@@ -287,7 +288,7 @@ class DecodeLoop:
             self.run(self.decisions, lambda x, _: cache.decide(x), acting, captured=cache.captures_decisions)
         full = cache.full()
         if full is not None:
-            self.run(self.flushes, lambda x, _: cache.flush(x), full, captured=cache.captures_flushes)
+            self.run(self.flushes, lambda x, _: cache.flush(x), full, captured=self.captures)
         cache.close(seqs, tokens)
         return told
 

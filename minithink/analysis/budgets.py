@@ -31,7 +31,7 @@ from minithink.tasks import Problem
 class Watched(CrystalKV):
     """Crystal-KV that counts the hits of every head. Its decisions are the same."""
 
-    capturable = False
+    capturable = False  # `decide` counts the hits of every step
 
     def setup(self, shape: Any) -> None:
         super().setup(shape)

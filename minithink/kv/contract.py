@@ -20,7 +20,7 @@ cases are always allowed:
   sentence about it, whose cause is the error.
 
 All tensors are about batches. Row b of a tensor is row b of the manager, which holds a sequence or is free. A policy
-that is `capturable` may be shown some of the rows, numbered anew. A lane is (layer, row, KV head). Lanes that share a
+that `tells_due` may be shown some of the rows, numbered anew. A lane is (layer, row, KV head). Lanes that share a
 block table hold the same tokens, so the tensors of a step have one entry for all of them: [Lt, B, Ht, …], where Lt is
 L or 1 and Ht is Hkv or 1, by scope:
 
@@ -387,6 +387,10 @@ class Policy:
     # - `decide` yields Evicts and SetBudgets (and OpenSegments, if `opens`), for rows that are due
     # It is not inherited: every subclass sets it again.
     capturable: ClassVar[bool] = False
+    # Whether `due` can be captured, and `decide` need not be called where no row is due. Every capturable policy says
+    # so. A policy whose `decide` needs the host is called between the steps then, and shown the rows that are due. It
+    # is not inherited either.
+    tells_due: ClassVar[bool] = False
     opens: ClassVar[bool] = False  # whether `decide` yields OpenSegments
     scope: Scope = "head"
     demands: tuple[Demand, ...] = ()
@@ -407,7 +411,9 @@ class Policy:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls.capturable = vars(cls).get("capturable", False)
+        own = vars(cls)
+        cls.capturable = own.get("capturable", False)
+        cls.tells_due = cls.capturable or own.get("tells_due", False)
 
     @property
     def calibration(self) -> str:

@@ -308,16 +308,19 @@ class KVManager:
         )
         return Batch(torch.cat((batch.values, idle.values), dim=1))
 
-    def view(self, batch: Batch) -> View:
-        """The rows of a batch as the policy sees them. If the policy sees all rows in every step, its decisions are
-        not captured, and the host may read the device's memory for them."""
+    def view(self, batch: Batch, asks: bool | None = None) -> View:
+        """The rows of a batch as the policy sees them.
+
+        Args:
+            asks: whether the host may read the device's memory; None: unless steps are captured.
+        """
         return View(
             self.store,
             self.observations,
             self.policy,
             self.budgets,
             batch,
-            asks=self.store.asks or not self.tells_due,
+            asks=self.store.asks if asks is None else asks,
             noted=None if self.recorder is None else self.recorder.noted,
         )
 
@@ -348,18 +351,12 @@ class KVManager:
     def tells_due(self) -> bool:
         """Whether a step tells the rows that are `due` and the policy sees these alone. If not, it sees all rows in
         every step; so does a recorder."""
-        return bool(self.deciding) and self.policy.capturable and self.recorder is None
+        return bool(self.deciding) and self.policy.tells_due and self.recorder is None
 
     @property
     def captures_decisions(self) -> bool:
         """Whether `decide` is captured. It is not if there is a recorder, which must see the decisions."""
-        return self.captured and self.tells_due
-
-    @property
-    def captures_flushes(self) -> bool:
-        """Whether `flush` is captured. It is not if integers are shrunk: then the host checks first that there is
-        room."""
-        return self.captured and not self.store.storage.shrink
+        return self.captured and self.tells_due and self.policy.capturable
 
     @property
     def dense(self) -> bool:
@@ -560,7 +557,7 @@ class KVManager:
     @torch.inference_mode()
     def decide(self, batch: Batch) -> None:
         """Let the policy act on these rows. Rows that are not active stay as they are."""
-        view = self.view(batch)
+        view = self.view(batch, asks=not self.captures_decisions)
         edits = self._edits_for(view)
         evictions = [edit for _, edit in edits if isinstance(edit, Evict)]
         moves = [edit for _, edit in edits if isinstance(edit, Requantize)]
@@ -597,15 +594,16 @@ class KVManager:
         return edits
 
     def _move(self, move: Requantize, view: View, drop: Tensor) -> None:
-        """Move tokens to another format, but for those that are dropped. A policy that moves tokens is not
-        capturable, so the view shows all rows."""
+        """Move tokens to another format, but for those that are dropped."""
         where = torch.zeros_like(view.pos(), dtype=torch.bool)
         if move.layer is None:
             where[:] = move.where
         else:
             where[min(move.layer, len(where) - 1)] = move.where
         where &= view.active[None, :, None, None]
-        self.moves.requantize(where & ~drop, move.fmt, move.how)
+        of_all_rows = torch.zeros_like(self.store.lists.positions(), dtype=torch.bool)
+        of_all_rows[:, view.row] = where & ~drop
+        self.moves.requantize(of_all_rows, move.fmt, move.how)
 
     def _set_budget(self, author: Policy, edit: SetBudget, view: View) -> None:
         budget = self.budgets[id(author)]
@@ -627,7 +625,7 @@ class KVManager:
         full = [row for row in self.sequences.taken() if self.store.waiting[row] == size]
         if not full:
             return None
-        if self.store.asks or not self.captures_flushes:
+        if self.store.asks:
             self.store.require_flush(full)
         self.store.flushed(full)
         return Batch.of(row=full)

@@ -36,6 +36,7 @@ class Stack(Policy):
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
         self.capturable = all(m.capturable for m in deciding)  # type: ignore[misc]
+        self.tells_due = all(m.tells_due for m in deciding)  # type: ignore[misc]
         self.opens = any(m.opens for m in members)  # type: ignore[misc]
         self.scope = min((m.scope for m in members), key=SCOPES.index)
         self.storage = stored[0].storage if stored else Storage()

@@ -10,6 +10,9 @@ minithink.calibrate foresight`); other draws are refused. Evictions change a tex
 oracle knows the future of another text. So its figures are lower bounds of what its score can do. The third oracle
 reads the text that is being written, up to the newest token.
 
+All three work between the steps, on the host: the first two look a text up and read it with the model, the third
+follows it with a grammar. `due` tells when.
+
 None of the three bounds what a method can reach. On the embedded model other methods that keep as many tokens are
 right more often than the first two, and DynTS with target=needs more often than the third (`docs/dynts.md`).
 """
@@ -39,6 +42,7 @@ class AnswerOracle(Windows):
 
     name = "answer_oracle"
     summary = "keep what the answer attends to, known from a recorded text (an oracle in DynTS's windows)"
+    tells_due = True
     part = "answer"  # the part of the recorded text whose attention counts
 
     @property
@@ -101,6 +105,7 @@ class HindsightOracle(AnswerOracle):
 
     name = "hindsight_oracle"
     summary = "keep what all later tokens attend to, known from a recorded text (an oracle in DynTS's windows)"
+    tells_due = True
     part = "rest"
 
 
@@ -120,6 +125,7 @@ class NeedsOracle(Windows):
 
     name = "needs_oracle"
     summary = "keep what the text may still read by the rules of the task families (an oracle in DynTS's windows)"
+    tells_due = True
 
     def bind(self, model: Model) -> None:
         # The grammars of the task families are loaded only for this oracle.

@@ -13,6 +13,7 @@ class Full(Policy):
 
     name = "full"
     summary = "keep every token's key and value (the baseline)"
+    capturable = True  # there is nothing to decide
     scope = "sequence"
 
 

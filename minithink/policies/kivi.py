@@ -30,6 +30,7 @@ class Kivi(Policy):
 
     name = "kivi"
     summary = "keep everything in 2 bits, keys per channel, values per token (KIVI)"
+    capturable = True  # there is nothing to decide
     scope = "sequence"
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ class PMKVQ(Policy):
 
     name = "pm_kvq"
     summary = "keep everything in 16, 8, 4, then 2 bits as the cache grows (PM-KVQ)"
+    tells_due = True
     opens = True
     scope = "sequence"
 
@@ -70,7 +71,27 @@ class PMKVQ(Policy):
         held[-1] = (self.storage.thoughts[-1], tokens)
         return [held[i : i + 2] for i in range(len(held) - 1)]
 
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        """The rows whose bits halve now, and those with tokens that are still wider than the others."""
+        change = self._change(step)
+        due = (change.goal > change.level) | change.wider.any(3).any(2).any(0)
+        due = due & step.active
+        return due[None, :, None].expand(step.budget.shape), step.budget
+
     def decide(self, step: Step) -> Iterable[Edit]:
+        """Halve the bits of these rows. It is never captured: tokens that move take as many slots as there are of
+        them, which the host counts, and it checks that both forms fit into the pool. A text has at most six such
+        steps, two for each halving, and on a GPU `due` finds them inside of the step's graph."""
+        change = self._change(step)
+        for i in range(1, len(WIDTHS)):
+            where = change.wider & (change.goal == i)[:, None, None]
+            if step.any(where):
+                yield Requantize(where, self.storage.thoughts[i], how="shrink")
+        halves = step.active & (change.goal > change.level)
+        yield OpenSegment(halves, change.goal.to(step.thought.dtype))
+
+    def _change(self, step: Step) -> Change:
+        """What the rule asks for after this step."""
         pos = step.pos()  # [Lt, B, Ht, S]
         held = pos >= 0
         # After this step the sink is the positions below `sink`, the window those from `start` on: int [B].
@@ -84,11 +105,16 @@ class PMKVQ(Policy):
         fmt = step.format()
         integer = held & (fmt > 0) & (fmt != WAITS)
         wider = integer & (fmt <= goal[:, None, None]) & step.active[:, None, None]
-        for i in range(1, len(WIDTHS)):
-            where = wider & (goal == i)[:, None, None]
-            if step.any(where):
-                yield Requantize(where, self.storage.thoughts[i], how="shrink")
-        yield OpenSegment(step.active & (goal > level), goal.to(step.thought.dtype))
+        return Change(level, goal, wider)
+
+
+@dataclass(frozen=True)
+class Change:
+    """From which bits to which, and of which tokens. Levels are indices into WIDTHS."""
+
+    level: Tensor  # int64 [B]
+    goal: Tensor  # int64 [B]: the level, or the next one
+    wider: Tensor  # bool [Lt, B, Ht, S], the integers that have more bits than the goal
 
 
 def per_lane(mask: Tensor) -> Tensor:

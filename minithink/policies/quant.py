@@ -27,6 +27,7 @@ class Quant(Policy):
 
     name = "quant"
     summary = "keep everything in few bits (nvfp4, fp8, int4, ternary, …)"
+    capturable = True  # there is nothing to decide
     scope = "sequence"
 
     def __post_init__(self) -> None:

@@ -689,15 +689,13 @@ def test_a_step_of_the_other_kind_counts_too() -> None:
 
 
 def test_a_buffer_that_found_no_room_waits() -> None:
-    """Its flush, which the host does here, is refused after the step that filled it, and before each that follows:
+    """Where steps are not captured, its flush is refused after the step that filled it, and before each that follows:
     nothing is written behind its end. It is stored as soon as there is room."""
     storage = Storage(("int4s",), also=("int2s",), shrink=True, buffer=2, block=1, tail="keep")
     decoder = with_backend(random_decoder(example_config(head_dim=16)), ONE_BY_ONE)
     manager = manager_for(
         decoder, Full(storage=storage), backend=ONE_BY_ONE, rows=2, columns="fit", pages=9, poison=False
     )  # a page of eight tokens for each of eight units, and one more
-    manager.captured = True
-    assert not manager.captures_flushes
     for seq in range(2):
         manager.join(seq, 60, 1)
         feed(decoder, manager, {seq: [seq]})

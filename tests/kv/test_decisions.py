@@ -67,6 +67,7 @@ CAPTURABLE = (
     "morphkv",
     "sepllm",
 )
+UNDECIDED = ("full", "quant", "kivi", "seal", "snapkv")  # they decide nothing after the prompt
 TEXTS = (
     *(text for name in CAPTURABLE for text in SMALL[name]),
     "rkv:schedule=sawtooth:24/15,alpha=3,protect_prompt=true",
@@ -333,14 +334,24 @@ class Noted(Window):
 
 def test_who_is_capturable() -> None:
     """Those that say so themselves; a stack if all are that decide."""
-    assert {name for name, policy in POLICIES.items() if policy.capturable} == {*CAPTURABLE, "snapkv", "seal"}
+    assert {name for name, policy in POLICIES.items() if policy.capturable} == {*CAPTURABLE, *UNDECIDED}
+    assert {name for name, policy in POLICIES.items() if policy.tells_due and not policy.capturable} == {
+        "pm_kvq",
+        "answer_oracle",
+        "hindsight_oracle",
+        "needs_oracle",
+    }
     assert not Noted.capturable
+    assert not Noted.tells_due
     assert not Cut(3).capturable
     rkv, eager = "rkv:budget=16", "pm_kvq:max_len=24"
     for text in (f"{rkv}+quant:fmt=fp8", f"window:budget=9+{rkv}"):
         assert parse(text).capturable, text
     for text in (f"{rkv}+{eager}", f"{eager}+full"):
         assert not parse(text).capturable, text
+        assert parse(text).tells_due, text
+    stack = Stack([Cut(3), Window(budget=9)])
+    assert not stack.tells_due
     assert not Stack.capturable
 
 
