@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from minithink.cli.process import Stopped
+from minithink.cli.process import Signals, Stopped
 from minithink.errors import MinithinkError
 
 Item = TypeVar("Item")
@@ -28,7 +29,8 @@ def spread(
     exception, in the order in which the calls end.
 
     After Ctrl-C, which all processes of a terminal get, no further call begins. Finished results are still returned.
-    SIGTERM and SIGHUP, which this process alone may get, are handed on as Ctrl-C.
+    SIGTERM and SIGHUP, which this process alone may get, are handed on. If this process is killed, the others end by
+    themselves.
 
     Args:
         work: can be pickled, as its items and results can.
@@ -77,7 +79,7 @@ def spread(
             interrupted = True
             for process in started if isinstance(stop, Stopped) else []:
                 if process.is_alive():
-                    os.kill(process.pid, signal.SIGINT)
+                    os.kill(process.pid, signal.SIGTERM)
     if interrupted:
         raise KeyboardInterrupt
     if todo:
@@ -87,14 +89,27 @@ def spread(
 def _serve(pipe: connection.Connection, work: Callable[[Item], Result], threads: int) -> None:
     """The main function of a process: work until the other end of the pipe is closed."""
     torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        while True:
-            item, log = pipe.recv()
-            pipe.send(_logged(work, item, log))
-            gc.collect()
-            torch.cuda.empty_cache()  # other processes may need this memory
-    except (EOFError, KeyboardInterrupt):  # the pipe was closed; or an interrupt between two items
+        # Not by Ctrl-C alone: what a shell runs in its background is deaf to that.
+        with Signals():
+            result = None
+            while not isinstance(result, KeyboardInterrupt):
+                item, log = pipe.recv()
+                result = _logged(work, item, log)
+                pipe.send(result)
+                gc.collect()
+                torch.cuda.empty_cache()  # other processes may need this memory
+    except (EOFError, OSError, KeyboardInterrupt):  # the pipe was closed; or an interrupt between two items
         return
+
+
+def _end_with_parent() -> None:
+    """Stop this process when the one that has started it ends, even if that was killed."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _logged(work: Callable[[Item], Result], item: Item, log: Path) -> Result | BaseException:
@@ -102,7 +117,9 @@ def _logged(work: Callable[[Item], Result], item: Item, log: Path) -> Result | B
     with log.open("a", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
         try:
             return work(item)
-        except (MinithinkError, KeyboardInterrupt) as error:
+        except KeyboardInterrupt:
+            return KeyboardInterrupt()
+        except MinithinkError as error:
             return error
         except Exception as error:
             traceback.print_exc()

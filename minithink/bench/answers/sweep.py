@@ -256,19 +256,19 @@ def _calibration(folder: Path, name: str) -> dict[str, Any]:
 
 @cache
 def cells_for(sweep: Sweep, folder: Path) -> list[Cell]:
-    """The cells of a comparison that the model in a folder is calibrated for. It is said once which others there
-    are."""
-    lacking = dict[str, str]()
+    """The cells of a comparison that the model in a folder is calibrated for. It is said once which policies are left
+    out, and why."""
+    lacking = dict[str, dict[str, None]]()  # reason → policies, each once
     found = list[Cell]()
     for cell in cells_of(sweep):
         try:
             calibrations_of(cell, folder)
         except MinithinkError as error:
-            lacking[cell.policy] = str(error)
+            lacking.setdefault(str(error), {})[cell.policy] = None
         else:
             found.append(cell)
-    for policy, why in lacking.items():
-        print(f"minithink.bench: {policy} is left out: {escaped(why)}", file=sys.stderr)
+    for why, policies in lacking.items():
+        print(f"minithink.bench: {escaped(why)} Left out: {'; '.join(policies)}", file=sys.stderr)
     return found
 
 

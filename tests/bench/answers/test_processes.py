@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def work(x):
         return "done"
     print("working", flush=True)
     try:
-        time.sleep(60)
+        time.sleep(600)
     finally:
         print("closed", flush=True)
 
@@ -98,32 +99,65 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("from_terminal", [True, False])
-def test_an_interrupt_reaches_all_processes(tmp_path: Path, from_terminal: bool) -> None:
-    """From a terminal all processes get it, from elsewhere one. What runs may close its files, what has not begun
-    never begins."""
-    script = tmp_path / "script.py"
-    script.write_text(INTERRUPTED)
-    words = [sys.executable, str(script), str(tmp_path)]
-    with subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-        # a shell makes what runs in its background deaf to interrupts
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[bool], subprocess.Popen[str]]]:
+    """Starts the script, and waits until two processes work."""
+    started = []
+
+    def now(deaf: bool) -> subprocess.Popen[str]:
+        script = tmp_path / "script.py"
+        script.write_text(INTERRUPTED)
+        process = subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            # a shell makes what runs in its background deaf to interrupts
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.SIG_DFL),
+        )
+        started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "(0, 'done')\n"
-        logs = [tmp_path / f"{x}.log" for x in (1, 2)]
-        end = time.monotonic() + 60
-        while not all(path.exists() and path.read_text() == "working\n" for path in logs):
-            assert time.monotonic() < end
-        if from_terminal:
-            os.killpg(process.pid, signal.SIGINT)
-        else:
-            process.send_signal(signal.SIGTERM)
-        assert process.communicate(timeout=50)[0] == "interrupted\n"
-    assert [path.read_text() for path in logs] == ["working\nclosed\n"] * 2
+        wait_for(tmp_path, "working\n")
+        return process
+
+    yield now
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def wait_for(folder: Path, text: str) -> None:
+    """Until both logs hold a text."""
+    logs = [folder / f"{x}.log" for x in (1, 2)]
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.read_text() == text for path in logs):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["terminal", "one", "deaf", "all"])
+def test_an_interrupt_reaches_all_processes(
+    tmp_path: Path, start: Callable[[bool], subprocess.Popen[str]], way: str
+) -> None:
+    """From a terminal all processes get it, from elsewhere one or all. What runs may close its files, what has not
+    begun never begins."""
+    process = start(way == "deaf")
+    if way == "terminal":
+        os.killpg(process.pid, signal.SIGINT)
+    elif way == "all":  # as by `timeout`
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=50)[0] == "interrupted\n"
+    wait_for(tmp_path, "working\nclosed\n")
     assert not (tmp_path / "3.log").exists()
+
+
+def test_who_loses_the_first_process_ends(tmp_path: Path, start: Callable[[bool], subprocess.Popen[str]]) -> None:
+    """It cannot say so, because it was killed."""
+    start(True).kill()
+    wait_for(tmp_path, "working\nclosed\n")

@@ -485,12 +485,13 @@ def test_another_model_runs_what_it_is_calibrated_for(
     of_other = (config, replace(own, temperature=0.25, max_new_tokens=NEW), "of another")
     about = {sweep.TINY: sweep._about(sweep.TINY), model: of_other}
     monkeypatch.setattr(sweep, "_about", about.__getitem__)
-    one = replace(sweep.SWEEPS["snapkv"], policies=("window", "thinkv"), problems=1, beside="")
+    one = replace(sweep.SWEEPS["snapkv"], policies=("window", "thinkv", "tbq"), problems=1, beside="")
     monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
     words = [*words_of(tmp_path, "snapkv"), "--model", str(model), "--families", "facts"]
     assert main([*words, "--finished"]) == 0
     said = capsys.readouterr().err
-    assert said.count("thinkv is left out: ") == said.count("thoughts.json does not exist; `python -m ") == 1
+    assert said.count("thoughts.json does not exist; `python -m ") == 1
+    assert said.count(" Left out: thinkv; tbq\n") == 1
     assert "0 of 4 runs are in" in said, "full and three budgets of window"
     args = argparse.Namespace(model=str(model), families=["facts"], limit=1, max_new_tokens=None, plot_only=False)
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
