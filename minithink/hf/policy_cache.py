@@ -29,14 +29,14 @@ from transformers.cache_utils import CacheLayerMixin
 from minithink.backend import REFERENCE, choose
 from minithink.errors import MinithinkError, UsageError
 from minithink.hf.known import Known, ids_of
-from minithink.hf.passes import Hooks, OfModel, Pass, Rotated, under_way
+from minithink.hf.passes import Hooks, OfModel, Pass, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
-from minithink.model import Rope
+from minithink.model import Rope, Rotated
 from minithink.text.thinking import CLOSE, OPEN, Stage
 
 AGAIN = "make a new cache for every call of generate, or call reset() between them"

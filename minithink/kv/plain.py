@@ -151,6 +151,8 @@ class Pass:
 class PlainCache:
     """Keys and values of up to `rows` sequences under one policy, sequence by sequence."""
 
+    shown: type[PlainStep]  # how a policy is shown a step; a subclass may listen to its scores (`vectors.py`)
+
     def __init__(
         self,
         config: ModelConfig,
@@ -629,7 +631,7 @@ class PlainCache:
         return dropped & (pos >= 0)
 
     def _view(self, running: Running) -> PlainStep:
-        return PlainStep(self, running, self.policy)
+        return self.shown(self, running, self.policy)
 
     # -- what others want to know
 
@@ -794,7 +796,7 @@ class PlainStep(ShownStep):
         """The same step with the budget of one member of a stack."""
         if policy is self.policy:
             return self
-        return PlainStep(self.cache, self.running, policy)
+        return type(self)(self.cache, self.running, policy)
 
     # -- tokens
 
@@ -872,6 +874,9 @@ class PlainStep(ShownStep):
 
     def note(self, score: Tensor, where: Tensor | None = None) -> None:
         """Do nothing: this manager writes no traces."""
+
+
+PlainCache.shown = PlainStep
 
 
 class KeysOf:
