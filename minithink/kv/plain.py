@@ -564,9 +564,9 @@ class PlainCache:
             The thought type of the segment that begins; None: no segment begins.
         """
         step = self._view(running)
-        # A capturable policy says in `due` when it must act: the paged manager has its `decide` as a CUDA graph, and
-        # launches it only then. Any other policy is asked after every step.
-        if not always and self.policy.capturable and not self._is_due(step):
+        # A policy may say in `due` when it must act: the paged manager calls its `decide`, or launches it as a CUDA
+        # graph, only then. Any other policy is asked after every step.
+        if not always and self.policy.tells_due and not self._is_due(step):
             return None
         edits: list[tuple[Policy, Edit]] = []  # each with its author
         for policy in self.deciding:
