@@ -137,6 +137,11 @@ def test_a_comparison_of_losses_has_no_picture_and_is_not_rechecked(
     assert "--plot is for answers" in capsys.readouterr().err
 
 
+def test_the_number_type_is_a_choice(tmp_path: Path) -> None:
+    assert main(words_of(tmp_path, "--limit", "1", "--dtype", "bfloat16")) == 0
+    assert [run.key["dtype"] for run in pool.read(tmp_path)] == ["bfloat16"] * 3
+
+
 def test_reference_traces_are_of_all_families() -> None:
     limit = sweep.SWEEPS[NAME].problems
     families = [text.name.rpartition("-")[0] for text in read_texts(REFERENCE, limit=limit)]

@@ -523,6 +523,11 @@ def test_what_the_pool_has_may_be_discarded(tmp_path: Path, small: None) -> None
     assert len(cells_of(tmp_path)) == 3
 
 
+def test_the_number_type_is_a_choice(tmp_path: Path, small: None) -> None:
+    assert main([*words_of(tmp_path, "snapkv"), "--families", "facts", "--dtype", "bfloat16"]) == 0
+    assert [run.key["dtype"] for run in pool.read(tmp_path)] == ["bfloat16"] * 3
+
+
 def test_the_pool_knows_what_was_cut_off(tmp_path: Path, small: None) -> None:
     assert main([*words_of(tmp_path, "snapkv", limit=2), "--families", "facts"]) == 0
     assert {run.right for run in pool.read(tmp_path)} == {"--"}, "twelve tokens are too few for an answer"
