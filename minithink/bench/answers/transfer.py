@@ -165,16 +165,17 @@ class Source:
         runs = list[Run]()
         for model, what in values:
             runs += self.runs_of(self.one.answers if what == ANSWERS else self.one.losses, model)
-        if not runs:
-            raise MinithinkError(
-                f"{self.where / pool.FILE} has no runs of this comparison: `bench sweep` makes some."
-            )
         rows = list[Row]()
         for first, second in combinations(values, 2):
             models = first[0] == second[0]
             answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
             if answers == 2 or (answers == 1 and models):
                 rows += correlations(first, values[first], second, values[second], self.one.ranked.values())
+        if not rows:
+            raise MinithinkError(
+                f"{self.where / pool.FILE} has no two orders of policies to compare: it needs the answers of two "
+                "models, or those of one and its losses; `bench sweep` makes them."
+            )
         return self._about(runs) | {"measurements": rows, "complete": True}
 
     def _about(self, runs: Sequence[Run]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def test_a_model_without_runs_is_left_out(where: Path, tmp_path: Path) -> None:
     runs = [run for run in pool.read(where) if run.key["checkpoint"] != "of another"]
     found = transfer.Source(ONE, where, runs=runs).ranks()
     assert {row["first"].partition(",")[0] for row in found["measurements"]} == {"embedded"}
-    with pytest.raises(MinithinkError, match="has no runs of this comparison"):
+    with pytest.raises(MinithinkError, match="has no two orders of policies to compare"):
         transfer.Source(ONE, tmp_path).ranks()
 
 
@@ -218,8 +218,11 @@ def test_the_tables_are_those_of_the_pool(where: Path, capsys: pytest.CaptureFix
 
 
 def test_a_quick_look(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["transfer", "--results", str(where), "--limit", "3"]) == 0, "losses of three reference traces"
-    assert "backbone, answers" not in capsys.readouterr().out
+    words = ["transfer", "--results", str(where), "--limit"]
+    assert main([*words, "3"]) == 1, "there are only losses of three reference traces"
+    assert "has no two orders of policies to compare: it needs the answers of two" in capsys.readouterr().err
+    assert main([*words, str(PROBLEMS)]) == 0
+    assert "backbone, answers" in capsys.readouterr().out
 
 
 def test_a_point_a_policy(where: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
