@@ -227,6 +227,11 @@ def settings_of(folder: Path) -> dict[str, Any]:
     return _read_config(folder)[0]
 
 
+def starts_of(folder: Path) -> list[dict[str, Any]]:
+    """How the run there was started and resumed, the first start first. UsageError: they cannot be read."""
+    return _read_config(folder)[1]
+
+
 def join(runs: Sequence[Run]) -> list[Record]:
     """The records of several folders, to be compared with each other. A sequence that several folders hold, such as
     one of `full`, counts once.

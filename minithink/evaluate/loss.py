@@ -22,7 +22,7 @@ from minithink.cli.models import add_model_arguments, model_name
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_plots, loss_summary
-from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of
+from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of, starts_of
 from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if rows is None:
         return INTERRUPTED
     settings = settings_of(args.output_dir)
-    paths = [loss_summary.write(args.output_dir, rows, settings)]
+    paths = [loss_summary.write(args.output_dir, rows, settings, starts_of(args.output_dir))]
     try:
         paths += loss_plots.draw(rows, args.output_dir, title_of(settings))
     except MinithinkError as error:

@@ -217,12 +217,41 @@ def _mean(values: Sequence[float]) -> float:
 # -- what is written and shown
 
 
-def write(folder: Path, rows: Sequence[LossRow], settings: Mapping[str, Any]) -> Path:
-    """Write results.json → where it is. MinithinkError: it cannot be written."""
-    head = {"confidence": CONFIDENCE, "resamples": RESAMPLES, "band": BAND, "settings": settings}
+def write(
+    folder: Path, rows: Sequence[LossRow], settings: Mapping[str, Any], starts: Sequence[Mapping[str, Any]]
+) -> Path:
+    """Write results.json → where it is. It has the form of the results in docs/results.
+
+    Args:
+        folder: where it goes.
+        rows: the summary.
+        settings: of the run.
+        starts: how the run was started and resumed. What the first start says of itself stands in the result; of
+            later ones that read texts, "resumed" says it.
+
+    Raises:
+        MinithinkError: the file cannot be written.
+    """
+    first, *later = starts
+    resumed = []
+    for start in later:
+        if start["sequences_before"] < start["sequences_total"]:
+            resumed.append({name: start[name] for name in ("commit", "date", "machine", "versions")})
+    result = {
+        "benchmark": "loss",
+        "complete": True,
+        **{name: first[name] for name in ("command", "date", "commit", "machine", "versions")},
+        **({"resumed": resumed} if resumed else {}),
+        "checkpoint": settings["checkpoint"],
+        "settings": settings,
+        "confidence": CONFIDENCE,
+        "resamples": RESAMPLES,
+        "band": BAND,
+        "measurements": rounded([asdict(row) for row in rows]),
+    }
     path = folder / RESULTS
     try:
-        replace(path, dumps({**head, "rows": rounded([asdict(row) for row in rows])}) + "\n")
+        replace(path, dumps(result) + "\n")
     except OSError as error:
         raise unwritable("The summary", path, error, "folder") from None
     return path

@@ -20,7 +20,7 @@ from minithink.engine import load
 from minithink.errors import NON_FINITE, UsageError
 from minithink.evaluate import loss_plots, texts
 from minithink.evaluate.__main__ import main
-from minithink.evaluate.journal import Record, read
+from minithink.evaluate.journal import Record, read, starts_of
 from minithink.evaluate.loss_summary import BAND, distance, first_of, summarize
 from minithink.evaluate.texts import read_texts
 from minithink.stream import Stream
@@ -112,9 +112,15 @@ def test_what_is_recorded_is_what_the_engine_says(
             assert r.evicting_steps > 0 or budget is None
             assert np.float32(r.losses[0]).item() == pytest.approx(r.losses[0], rel=1e-9)
     results = json.loads((tmp_path / "out" / "results.json").read_text())
-    policies = [row["policy"] for row in results["rows"]]
+    policies = [row["policy"] for row in results["measurements"]]
     assert policies == ["full", "window", "rkv:budget=20,buffer=4,alpha=4", "kivi:group=16,residual=16"]
     assert list(results["settings"]["texts"]) == list(names)
+    assert results["complete"]
+    assert results["checkpoint"] == results["settings"]["checkpoint"]
+    [start] = starts_of(tmp_path / "out")
+    for part in ("command", "date", "commit", "machine", "versions"):
+        assert results[part] == start[part]
+    assert "resumed" not in results
     out = capsys.readouterr()
     assert "| window | 40 % (" in out.out
     assert "written to" in out.err
@@ -140,6 +146,10 @@ def test_an_interrupted_run_gives_what_a_whole_one_does(
     assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
     assert main(words(model, folder, tmp_path / "parts", resume=True)) == 0
     assert "nothing is read" in capsys.readouterr().err
+    result = json.loads((tmp_path / "parts" / "results.json").read_text())
+    starts = starts_of(tmp_path / "parts")
+    assert result["date"] == starts[0]["date"]
+    assert [start["date"] for start in result["resumed"]] == [start["date"] for start in starts[1:4]], "not the last"
 
 
 def test_graphs_record_what_calls_do(
@@ -522,7 +532,7 @@ def test_a_text_whose_logits_are_not_finite_counts_in_no_mean(
 
     monkeypatch.setattr(Stream, "_read_next", spoilt)
     assert main(words(model, folder, tmp_path / "out", policies="window")) == 0
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
+    rows = json.loads((tmp_path / "out" / "results.json").read_text())["measurements"]
     assert [(row["texts"], row["non_finite"]) for row in rows] == [(2, 1), (2, 1)]
     assert capsys.readouterr().err.count("Such texts count in no mean") == 1
 

@@ -66,6 +66,8 @@ class Table:
     titles: Mapping[Any, str] = field(default_factory=dict)  # value → heading, if it is not the value itself
     said: Callable[[Result], Iterable[str]] = _nothing  # lines below the table
     file: str = ""  # name of the result that the table shows; "": the table's name
+    # Names of several results that it shows together: `rows` and `said` get a Result that has them in "each".
+    files: tuple[str, ...] = ()
     kind: str = ""  # kind of cases; if given, the rows name their own runs (`tables/markdown.py`)
     goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind, below the table
     shipped: Path | None = None  # path of the result, if it lies beside the model

@@ -102,16 +102,19 @@ class Source:
         self._runs: list[pool.Run] | None = None
         self._sweeps: dict[str, Result] = {}
 
-    def of_table(self, name: str) -> tuple[Path, Result]:
-        """The file of a table's result, and the result."""
+    def of_table(self, name: str) -> list[tuple[Path, Result]]:
+        """The file of a table's result, and the result; several if the table shows several."""
         if name in transfer.ENTRIES:
-            return self.folder / pool.FILE, self.of_transfer(transfer.ENTRIES[name])
+            return [(self.folder / pool.FILE, self.of_transfer(transfer.ENTRIES[name]))]
         comparison = OF_SWEEP.fullmatch(name)
         if comparison is not None:
-            return self.folder / pool.FILE, self.of_sweep(comparison[1])
+            return [(self.folder / pool.FILE, self.of_sweep(comparison[1]))]
         table = TABLES[name]
-        path = table.shipped or self.folder / f"{table.file or name}.json"
-        return path, record.read(path)
+        if table.shipped is not None:
+            paths = [table.shipped]
+        else:
+            paths = [self.folder / f"{file}.json" for file in table.files or (table.file or name,)]
+        return [(path, record.read(path)) for path in paths]
 
     def of_sweep(self, name: str) -> Result:
         """A comparison's runs in the pool."""
@@ -176,15 +179,24 @@ def fill(text: str, name: str, where: Path | Source, folder: Path | None = None)
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
-        path, result = source.of_table(table)
-        *made, last = lines_of(TABLES[table], result)
-        link = Path(os.path.relpath(path, folder or source.folder.parent)).as_posix()
-        out += [*made, f"{last} [{path.name}]({link})", END]
+        found = source.of_table(table)
+        made = lines_of(TABLES[table], together(found))
+        out += made[: -len(found)]
+        for (path, _), line in zip(found, made[-len(found) :], strict=True):
+            link = Path(os.path.relpath(path, folder or source.folder.parent)).as_posix()
+            out.append(f"{line} [{path.name}]({link})")
+        out.append(END)
     return "\n".join(out)
 
 
+def together(found: Sequence[tuple[Path, Result]]) -> Result:
+    """What a table shows, of its files: the one result, or a result that has several in "each"."""
+    results = [result for _, result in found]
+    return results[0] if len(results) == 1 else {"each": results}
+
+
 def lines_of(table: Table, result: Result) -> list[str]:
-    """A table in Markdown, the sentences below it, and its source."""
+    """A table in Markdown, the sentences below it, and its source; a line for each result if it shows several."""
     rows = list(table.rows(result))
     lines = [*markdown(cells(table, rows)), ""] if table.columns else []
     lines += table.said(result)
@@ -194,6 +206,8 @@ def lines_of(table: Table, result: Result) -> list[str]:
         _, field, fmt = table.columns[0]
         title = partial(cell, field=field, fmt=fmt)
         lines += compare.lines(table.goals, result["measurements"], table.kind, title)
+    if table.files:
+        return lines + [source_of(one) for one in result["each"]]
     lines.append(source_of_rows(result, rows, table.kind) if table.kind else source_of(result))
     return lines
 

@@ -1,0 +1,181 @@
+"""Premises that policies rest on, measured on the backbone beside the embedded model: the tables of docs/backbone.md.
+
+python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
+python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+from minithink.bench.methods import Result, Row, Table
+from minithink.evaluate.loss_summary import Above, difference_text
+from minithink.evaluate.summary import FULL, budget_text
+
+ATTENTION = ("backbone-attention", "embedded-attention")
+LOSS = ("backbone-loss", "embedded-loss")
+THREE = 3  # modes that ThinKV wants, one for each type of thought
+
+
+def model_of(result: Result) -> str:
+    """The heading of a model: its name and the hash of its weights."""
+    return f"{result['settings']['model']} `{result['checkpoint']}`"
+
+
+def premises(result: Result) -> Iterable[Row]:
+    """Every figure of every model, a row each."""
+    for one in result["each"]:
+        figures = of_loss(one) if one["benchmark"] == "loss" else of_attention(one)
+        for what, value in figures:
+            yield {"what": what, "value": value, "model": model_of(one)}
+
+
+def of_attention(result: Result) -> Iterable[tuple[str, str]]:
+    """The figures of `analysis attention`."""
+    m = result["measurements"]
+    sinks = m["sinks"]
+    mean = sinks["mean"]
+    chance = sinks["chance"]
+    heads = [*chain.from_iterable(row["first_token"] for row in sinks["layers"])]
+    most = sum(share > 0.5 for share in heads)
+    yield "layers × query heads", f"{len(sinks['layers'])} × {len(heads) // len(sinks['layers'])}"
+    yield "attention on the first token", f"**{mean['first_token']:.1%}**"
+    yield "if all tokens got the same", f"{chance['first_token']:.1%}"
+    yield "attention on the first 4 tokens", f"{mean['first_four']:.1%}"
+    yield "attention on the next 4", f"{mean['next_four']:.1%}"
+    yield "heads that give the first token more than half", f"**{most}** of {len(heads)}"
+    layers = m["sparsity"]["layers"]
+    means = [row["mean"] for row in layers]
+    yield "sparsity, least and most of a layer", f"{min(means):.2f}, {max(means):.2f}"
+    yield "traces with three modes of sparsity, in the best layer", f"**{with_three(layers, 'modes')}**"
+    yield "likewise of noise, in the best layer", with_three(layers, "modes_by_chance")
+    for pair in m["sparsity"]["separability"]["auc"]:
+        yield f"{' or '.join(pair['kinds'])}: AUC", f"{pair['auc']:.2f} (layer {pair['layer']})"
+
+
+def of_loss(result: Result) -> Iterable[tuple[str, str]]:
+    """The figures of `evaluate loss`."""
+    for row in result["measurements"]:
+        if row["policy"] == FULL:
+            yield "loss with the full cache, nats a token", f"{row['loss']:.4f}"
+        else:
+            what = f"loss above that, `{row['policy']}` at {budget_text(row['budget'])}"
+            yield what, f"**{difference_text(Above(**row['above']))}**"
+
+
+def with_three(layers: Iterable[Row], name: str) -> str:
+    """As in "9 of 12 (layer 7)": the layer in which most traces have three modes."""
+    best = max(layers, key=lambda row: three(row[name]))
+    count = three(best[name])
+    where = f" (layer {best['layer']})" if count else ""
+    return f"{count} of {len(best[name])}{where}"
+
+
+def three(modes: Iterable[int]) -> int:
+    """In how many traces there are three modes."""
+    return sum(number == THREE for number in modes)
+
+
+def premises_said(result: Result) -> Iterable[str]:
+    """What the figures are of, in words."""
+    about = []
+    for one in result["each"]:
+        texts = len(one["settings"]["texts"]) if one["benchmark"] == "loss" else len(one["measurements"]["texts"])
+        about.append((one["benchmark"], texts))
+    traces = dict(about)
+    length = next(one["settings"]["length"] for one in result["each"] if one["benchmark"] == "loss")
+    yield (
+        f"Attention: {traces['attention']} reference traces, mean over them. Loss: the first {traces['loss']} of "
+        f"them, up to {length:,} tokens of each, with the 95 % interval by bootstrap over traces. AUC: the "
+        "probability that a segment of one kind is sparser than one of the other in the same third of a text, in "
+        "the layer and the order that fit best, so 0.5 is the least."
+    )
+    yield ""
+
+
+def layers(result: Result) -> Iterable[Row]:
+    """A row for each layer: attention on the first tokens, and sparsity by kind of thought."""
+    m = result["measurements"]
+    kinds: dict[int, dict[str, float]] = {}
+    for row in m["sparsity"]["kinds"]:
+        kinds.setdefault(row["layer"], {})[row["kind"]] = row["mean"]
+    for sinks, sparsity in zip(m["sinks"]["layers"], m["sparsity"]["layers"], strict=True):
+        row = {name: sum(sinks[name]) / len(sinks[name]) for name in ("first_token", "first_four", "next_four")}
+        first = sinks["first_token"]
+        row |= {"layer": sinks["layer"], "least": min(first), "most": max(first)}
+        row |= {"mean": sparsity["mean"], "sd": sparsity["sd"], **kinds.get(sinks["layer"], {})}
+        row |= {"three": three(sparsity["modes"]), "by_chance": three(sparsity["modes_by_chance"])}
+        yield row
+
+
+def layers_said(result: Result) -> Iterable[str]:
+    """Which model it is."""
+    texts = len(result["measurements"]["texts"])
+    yield (
+        f"{model_of(result)}, {texts} reference traces. Heads: the least and the most that a head gives the first "
+        "token. Three modes, of noise: in how many traces."
+    )
+    yield ""
+
+
+def needs(result: Result) -> Iterable[Row]:
+    """How far back needed tokens lie: a row for each model and family."""
+    for one in result["each"]:
+        for row in one["measurements"]["needs"]:
+            in_all = row["needs"] + row["in_question"]
+            about: dict[str, Any] = {"model": model_of(one), "in_question": row["in_question"] / in_all}
+            yield {**row, **about, "back": [*row["back"].values()], "within": [*row["within"].values()]}
+
+
+def needs_said(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    yield (
+        "Tokens from the newest token that says a thing to the line that reads it, without things that the question "
+        "says. Within: the share of these needs that lie at most so many tokens back."
+    )
+    yield ""
+
+
+LAYERS = Table(
+    (
+        ("layer", "layer", "{}"),
+        ("first token", "first_token", "**{:.1%}**"),
+        ("heads", ("least", "most"), "{:.1%} to {:.1%}"),
+        ("first 4", "first_four", "{:.1%}"),
+        ("next 4", "next_four", "{:.1%}"),
+        ("sparsity", ("mean", "sd"), "{:.2f} ± {:.2f}"),
+        ("reasoning", "reasoning", "{:.2f}"),
+        ("execution", "execution", "{:.2f}"),
+        ("transition", "transition", "{:.2f}"),
+        ("three modes", "three", "{}"),
+        ("of noise", "by_chance", "{}"),
+    ),
+    rows=layers,
+    said=layers_said,
+)
+TABLES = {
+    "backbone": Table(
+        (("", "what", "{}"),),
+        rows=premises,
+        across="model",
+        cells=(("{}", "value", "{}"),),
+        said=premises_said,
+        files=(*ATTENTION, *LOSS),
+    ),
+    "backbone-needs": Table(
+        (
+            ("tokens of", "model", "{}"),
+            ("family", "family", "{}"),
+            ("needs", "needs", "{:,}"),
+            ("median, 90 %, 99 %", lambda row: tuple(row["back"]), "{:,}, {:,}, {:,}"),
+            ("within 64, 256, 1,024", lambda row: tuple(row["within"]), "{:.0%}, {:.0%}, {:.0%}"),
+            ("the question says", "in_question", "{:.0%} of all"),
+        ),
+        rows=needs,
+        said=needs_said,
+        files=ATTENTION,
+    ),
+    **dict.fromkeys(ATTENTION, LAYERS),
+}
