@@ -8,9 +8,9 @@ side in one tensor, and every token has a column:
     fmt        [Lt, Ht, S]      the format in which the token is stored, an index into Storage.formats
     count      [Lt, Ht]         tokens that the lane holds
 
-There are L layers, Hkv KV heads, S columns, and D numbers in a head. Lanes that always hold the same tokens share one
-row of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1 (`Policy.scope` in `kv/contract.py`). Columns
-without a token hold 0.
+There are L layers, Hkv KV heads, S columns, and D numbers in a head. Lanes that always hold the same tokens share
+their entries of `pos`, `fmt` and `count`: Lt is L or 1, and Ht is Hkv or 1 (`Policy.scope` in `kv/contract.py`).
+Columns without a token hold 0.
 
 For a policy that only evicts, such as R-KV, read down to `evict`. The rest is about quantization and bytes.
 
@@ -115,7 +115,7 @@ class Lanes:
     # -- reading
 
     def table(self, layer: int) -> int:
-        """The row of `pos`, `fmt` and `count` that belongs to a layer."""
+        """The index of a layer on the axis Lt of `pos`, `fmt` and `count`."""
         return min(layer, len(self.pos) - 1)
 
     def keys(self, layer: int) -> Tensor:
@@ -483,7 +483,7 @@ class Lanes:
             tokens = int(mine.sum()) * sharing
             payload += tokens * pair.k.code_bytes(dim)
             payload += tokens * pair.v.code_bytes(dim)
-            # With keys that are grouped by token, the tokens of a group share one row of scales.
+            # With keys that are grouped by token, the tokens of a group share their scales.
             k_rows = self._groups_of(mine) * sharing if pair.by_token else tokens
             scales += k_rows * pair.k.params_bytes(dim)
             scales += tokens * pair.v.params_bytes(dim)
@@ -529,8 +529,8 @@ def pick(x: Tensor, columns: Tensor) -> Tensor:
     matrix = x.reshape(-1, dim)  # [L·Hkv·S, D]: the lanes stand one below the other
     lane = torch.arange(layers * heads, device=x.device)
     lane = lane.view(layers, heads, 1)
-    rows = lane * width + columns
-    picked = matrix.index_select(0, rows.flatten())
+    index = lane * width + columns
+    picked = matrix.index_select(0, index.flatten())
     return picked.view(*columns.shape, dim)
 
 

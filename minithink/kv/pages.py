@@ -155,7 +155,7 @@ class Pages:
         self.__dict__.pop("codes", None)  # views of the old tensors
         self.__dict__.pop("sides", None)
 
-    # -- slots of one format as rows of a matrix
+    # -- slots of one format as a matrix
 
     @cached_property
     def codes(self) -> list[Tensor]:

@@ -240,11 +240,11 @@ class Reading:
         t = min(layer, len(part.base) - 1)
         lay = pages.layouts[f]
         index = pages.index(f, layer, part.base[t])  # [N, Hkv, n]
-        codes = _rows_of(pages.codes[f], index)
+        codes = _entries_of(pages.codes[f], index)
         if lay.plain:
             dim = pages.shape.head_dim
             return codes[..., :dim], codes[..., dim : 2 * dim]
-        side = _rows_of(pages.sides[f], index)
+        side = _entries_of(pages.sides[f], index)
         k_codes, v_codes = lay.parts(codes)
         k_params, v_params = lay.side_parts(side)
         if part.groups is not None:
@@ -260,6 +260,6 @@ class Reading:
         return k, v
 
 
-def _rows_of(matrix: Tensor, index: Tensor) -> Tensor:
-    """The rows of a matrix with these numbers: [rows, bytes], [...] → [..., bytes]."""
+def _entries_of(matrix: Tensor, index: Tensor) -> Tensor:
+    """What slots of these numbers have: [slots, bytes], index [...] → [..., bytes]."""
     return matrix.index_select(0, index.flatten()).view(*index.shape, -1)

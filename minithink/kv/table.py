@@ -26,7 +26,7 @@ from minithink.kv.contract import Shape
 
 
 class Exhausted(MinithinkError):
-    """The pool has too few free pages or rows of scales; nothing was changed."""
+    """The pool has too few free pages, or numbers of groups of keys; nothing was changed."""
 
 
 class FreeList:
@@ -111,7 +111,7 @@ class FreeList:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of a block table, as figure 6 of ThinKV shows it."""
+    """One line of a block table, as figure 6 of ThinKV shows it."""
 
     page: int
     format: int
@@ -124,16 +124,16 @@ class Entry:
 
 def printed(entries: Sequence[Entry], names: Sequence[str] = ()) -> str:
     """A block table as figure 6 of ThinKV prints it, one line a block, below a heading. names: of the types."""
-    rows = [("block", "filled", "type", "start indices", "segment masks", "eviction mask")]
+    table = [("block", "filled", "type", "start indices", "segment masks", "eviction mask")]
     for e in entries:
         name = names[e.thought] if names else str(e.thought)
         starts = ", ".join(map(str, e.starts))
         masks = ", ".join(e.segments)
-        rows.append((str(e.page), str(e.filled), name, starts, masks, e.evicted))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table.append((str(e.page), str(e.filled), name, starts, masks, e.evicted))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for row in rows:
-        cells = map(str.ljust, row, widths)
+    for texts in table:
+        cells = map(str.ljust, texts, widths)
         line = "  ".join(cells)
         lines.append(line.rstrip())
     return "\n".join(lines)
@@ -300,7 +300,7 @@ class BlockTable:
         return out
 
     def _entry(self, page: int, tokens: dict[tuple[int, int], int], starts: Sequence[int]) -> Entry:
-        """The table's row of one page. Arguments as of `entries`."""
+        """The table's line of one page. Arguments as of `entries`."""
         slots = range(self.per_page[int(self.format[page])])
         filled = int(self.filled[page])
         begins = {}  # slot → where its token's segment begins
@@ -326,7 +326,7 @@ class BlockTable:
 
 
 def lengthened(x: Tensor, used: int, more: int, value: int = 0) -> Tensor:
-    """A tensor with `more` rows added. Rows from `used` on, of masked-out writes and of nothing, are as if new."""
+    """`more` entries are added. Those from `used` on, of masked-out writes and of nothing, are as if new."""
     longer = x.new_full((len(x) + more, *x.shape[1:]), value)
     longer[:used] = x[:used]
     return longer
