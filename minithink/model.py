@@ -35,15 +35,15 @@ class Attention(Protocol):
 
         Args:
             layer: whose queries, keys and values these are.
-            qk: [N, Hq + Hkv, D], unrotated; the heads of the queries, then those of the keys.
-            v: [N, Hkv, D].
+            qk: [T, Hq + Hkv, D], unrotated; the heads of the queries, then those of the keys.
+            v: [T, Hkv, D].
 
         Returns:
-            [N, Hq, D].
+            [T, Hq, D].
         """
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [N, d]."""
+        """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [T, d]."""
 
 
 class Block(nn.Module):
@@ -65,7 +65,7 @@ class Block(nn.Module):
         self.down = nn.Parameter(torch.empty(c.intermediate_size, d))
 
     def forward(self, x: Tensor, cache: Attention) -> Tensor:
-        """x: [N, d] → [N, d]."""
+        """x: [T, d] → [T, d]."""
         c, ops, eps = self.config, self.backend, self.config.rms_norm_eps
         n, hq, hkv = x.shape[0], c.num_heads, c.num_kv_heads
 
@@ -75,7 +75,7 @@ class Block(nn.Module):
         if self.qk_norm is not None:
             weight = self.qk_norm.repeat_interleave(hq, dim=0)[: hq + hkv]  # Hq times q's, Hkv times k's
             qk = ops.rms_norm(qk, weight, eps)
-        out = cache.attend(self.index, qk, v)  # [N, Hq, D]
+        out = cache.attend(self.index, qk, v)  # [T, Hq, D]
         x = ops.linear(out.reshape(n, hq * c.head_dim), self.o, x if self.o_bias is None else x + self.o_bias)
 
         h = ops.swiglu(ops.linear(ops.rms_norm(x, self.mlp_norm, eps), self.gate_up, None))
@@ -101,11 +101,11 @@ class Decoder(nn.Module):
         """Hidden states after the final norm.
 
         Args:
-            tokens: [N] int64, the new tokens of all sequences, one sequence after the other.
+            tokens: [T] int64, the new tokens of all sequences, one sequence after the other.
             cache: holds every sequence's earlier keys and values, and knows whose tokens these are.
 
         Returns:
-            [N, d].
+            [T, d].
         """
         x = self.embed[tokens]
         for block in self.blocks:
@@ -130,7 +130,7 @@ class Rope:
         self.sin = torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(device)
 
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """pos: [N] int64 → cos, sin: [N, 1, D]."""
+        """pos: [T] int64 → cos, sin: [T, 1, D]."""
         return self.cos[pos], self.sin[pos]
 
 

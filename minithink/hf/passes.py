@@ -56,7 +56,7 @@ class Pass:
         """
         Args:
             batch, columns: of the tokens that the model is fed, [B, n].
-            place: int64 [N], the numbers of the manager's tokens among these B·n, row by row; None: it has all.
+            place: int64 [T], the numbers of the manager's tokens among these B·n, row by row; None: it has all.
         """
         self.manager = manager
         self.batch = batch
@@ -75,8 +75,8 @@ class Pass:
         """
         with torch.inference_mode():
             qk = torch.cat((query, key), dim=1)
-            qk = self._taken(qk.transpose(1, 2))  # [N, Hq + Hkv, D]
-            v = self._taken(value.transpose(1, 2))  # [N, Hkv, D]
+            qk = self._taken(qk.transpose(1, 2))  # [T, Hq + Hkv, D]
+            v = self._taken(value.transpose(1, 2))  # [T, Hkv, D]
             dtype = self.manager.dtype
             out = self.manager.attend(layer, qk.to(dtype), v.to(dtype))
             out = out.to(query.dtype)
@@ -99,7 +99,7 @@ class Pass:
         return ordinary(seen)
 
     def _taken(self, x: Tensor) -> Tensor:
-        """The manager's tokens: [B, n, …] → [N, …]."""
+        """The manager's tokens: [B, n, …] → [T, …]."""
         flat = x.flatten(0, 1)
         return flat if self.place is None else flat[self.place]
 

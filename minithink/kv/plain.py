@@ -6,7 +6,7 @@ a policy is shown one sequence at a time. There are no pages, no batch tensors a
 A *lane* is what one KV head of one layer holds of a sequence: a list of tokens, each in a *column*. When tokens are
 evicted, those behind them move up, so a token's column changes. Its position in the text does not.
 
-The decoder feeds new tokens through its layers, and asks a cache four things:
+The decoder (`minithink/model.py`) feeds new tokens through its layers. A cache is asked for four things:
 
     begin_step   which sequences run, and with how many new tokens each: these tokens get columns
     attend       (per layer) rotate the new queries and keys, store keys and values in these columns, attend over all
@@ -21,9 +21,11 @@ Edits happen in `end_step` alone, so the policy sees the cache as the forward pa
     1. tokens move to other formats
     2. tokens are evicted
     3. a prompt that was just read is stored in its format; later, a full buffer is quantized
-    4. a new segment begins
+    4. a new segment begins: a stretch of the text whose tokens get one format (ThinKV's thoughts)
 
 A policy that only evicts, such as R-KV, causes step 2 alone. A new budget (`SetBudget`) holds from the next step on.
+Several policies may act together, as the members of a *stack* (`kv/stack.py`). Each sees the same cache, and a token
+that one of them drops is evicted. A stack is a policy, too, and a policy that is no stack is its only member.
 
 A prompt may be read in several steps. It has full precision, and is not edited, until its last token was read. Then
 the policy acts on it once.
@@ -31,11 +33,11 @@ the policy acts on it once.
 The file in its order: `Seen` is what a policy demanded to see of a sequence, `Running` is the sequence, and `Pass`
 what one forward pass knows of it. `PlainCache` has the four calls above, each with its helpers below it. `PlainStep`
 is what a policy is shown. Its tensors have an axis for sequences, because policies are written for batches: its
-length is 1.
+length is 1. `most_bytes`, at the end, says before a run how much memory it may need.
 
 Letters in the shapes of tensors:
 
-    N, n     new tokens of a forward pass: of all sequences, and of one
+    T, n     new tokens of a forward pass: of all sequences, and of one
     S        columns, as many as the fullest lane has tokens
     L        layers
     Hq, Hkv  query heads and KV heads; g query heads share a KV head
@@ -95,13 +97,13 @@ class Seen:
     """What a policy has demanded to see of one sequence (`contract.Demand`).
 
     `mass` and `newest` are attention weights, by layer and by the rule that makes one weight of those of the g query
-    heads of a KV head (`Demand.group`; `heads` is Hkv, without a rule Hq). A generated token replaces what is
-    demanded of it by the weights of its own query. After a prompt the two differ: `mass` is then the sum over all
-    queries of the prompt, and `newest` is that of the last query alone.
+    heads of a KV head (`Demand.group`; `heads` is Hkv, or Hq where the rule is "none"). They are those of the newest
+    token's query. After a prompt the two differ: `mass` is then the sum over all queries of the prompt, and `newest`
+    has those of its last query alone.
     """
 
-    mass: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
-    newest: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, group rule) → [heads, S]
+    mass: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, rule) → [heads, S]
+    newest: dict[tuple[int, str], Tensor] = field(default_factory=dict)  # (layer, rule) → [heads, S]
     queries: dict[int, Tensor] = field(default_factory=dict)  # layer → [Hq, n, D], the newest last
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer → [d]
 
@@ -116,7 +118,7 @@ class Running:
     """One sequence in the cache."""
 
     seq: int
-    row: int  # its number, 0 to rows − 1, under which the policy keeps its state of the sequence
+    row: int  # 0 to rows − 1: the policy keeps its state of the sequence in this row of its own tensors
     lanes: Lanes
     capacity: int  # tokens that the sequence may have at most
     prompt: int  # tokens of the prompt
@@ -142,7 +144,7 @@ class Pass:
     """What one forward pass knows of one of its sequences."""
 
     running: Running
-    rows: slice  # which rows of the decoder's tensors [N, …] are this sequence's new tokens
+    span: slice  # where this sequence's new tokens stand in the decoder's tensors, [T, …]
     tokens: list[int]  # their ids; empty: they are not known
     prompt: bool  # whether these tokens are a part of the prompt
     demands: tuple[Demand, ...]  # what the policy wants to see of this pass
@@ -197,7 +199,7 @@ class PlainCache:
         self.watches = any(type(p).watch is not Policy.watch for p in parts)
         self.sequences: dict[int, Running] = {}  # by their numbers
         self._now: list[Pass] = []  # of the forward pass that is under way
-        self._cos = self._sin = torch.empty(0)  # rotations of its new tokens, [N, 1, D]
+        self._cos = self._sin = torch.empty(0)  # rotations of its new tokens, [T, 1, D]
 
     # -- sequences come and go
 
@@ -289,21 +291,21 @@ class PlainCache:
             lanes.append(count)
             if not in_prompt:
                 lanes.age()  # with `Storage.lag` alone (KIVI)
-            rows = slice(start, start + count)
-            ids = list(tokens[rows]) if tokens else []
+            span = slice(start, start + count)
+            ids = list(tokens[span]) if tokens else []
             running.token = ids[-1] if ids else -1
             if not in_prompt:
                 self._follow_stage(running)
             now = Pass(
                 running=running,
-                rows=rows,
+                span=span,
                 tokens=ids,
                 prompt=in_prompt,
-                demands=self._demands_due(running, in_prompt),
+                demands=self._demands_now(running, in_prompt),
             )
             self._now.append(now)
             start += count
-        at = torch.tensor(position, device=self.device)  # int64 [N]
+        at = torch.tensor(position, device=self.device)  # int64 [T]
         self._cos, self._sin = self.rope.at(at)
 
     def _refuse_wrong(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
@@ -329,7 +331,7 @@ class PlainCache:
             running.thinking = running.token == opens
             running.staged = True
 
-    def _demands_due(self, running: Running, in_prompt: bool) -> tuple[Demand, ...]:
+    def _demands_now(self, running: Running, in_prompt: bool) -> tuple[Demand, ...]:
         """What the policy wants to see of this pass."""
         if in_prompt:
             return tuple(self.policy.demands)
@@ -339,29 +341,29 @@ class PlainCache:
         """One layer: rotate the new queries and keys, store keys and values, and attend.
 
         Args:
-            qk: [N, Hq + Hkv, D], unrotated queries and keys. Rows behind the announced tokens are padding.
-            v: [N, Hkv, D].
+            qk: [T, Hq + Hkv, D], unrotated queries and keys. What stands behind the announced tokens is padding.
+            v: [T, Hkv, D].
 
         Returns:
-            [N, Hq, D]; 0 for padding.
+            [T, Hq, D]; 0 for padding.
         """
         heads = (self.config.num_heads, self.config.num_kv_heads)
         n = len(self._cos)
         padding = len(qk) - n
         qk = qk[:n]
         rotated = self.backend.rope(qk, self._cos, self._sin)
-        raw, _ = qk.split_with_sizes(heads, dim=1)  # [N, Hq, D]
-        q, k = rotated.split_with_sizes(heads, dim=1)  # [N, Hq, D], [N, Hkv, D]
+        raw, _ = qk.split_with_sizes(heads, dim=1)  # [T, Hq, D]
+        q, k = rotated.split_with_sizes(heads, dim=1)  # [T, Hq, D], [T, Hkv, D]
         out = []
         for now in self._now:
-            rows = now.rows
-            own_q = q[rows]
-            now.running.lanes.write(layer, k[rows], v[rows])
+            span = now.span
+            own_q = q[span]
+            now.running.lanes.write(layer, k[span], v[span])
             self._keep_queries(layer, now, own_q)
             if now.prompt:
                 found = self._attend_prompt(layer, now, own_q)
             else:
-                found = self._attend_token(layer, now, raw[rows], own_q)
+                found = self._attend_token(layer, now, raw[span], own_q)
             out.append(found)
         if padding:
             out.append(q.new_zeros(padding, *q.shape[1:]))
@@ -373,19 +375,19 @@ class PlainCache:
         k = running.lanes.keys(layer)  # [Hkv, S, D]
         v = running.lanes.values(layer)
         out = attention(q, k, v)
-        groups = {d.group for d in now.demands if d.prompt and d.shows(See.MASS, layer)}
-        for group in groups:
-            self._add_prompt_mass(layer, now, group, q, k)
+        rules = {d.group for d in now.demands if d.prompt and d.shows(See.MASS, layer)}
+        for rule in rules:
+            self._add_prompt_mass(layer, now, rule, q, k)
         if running.clock == 0:  # these tokens complete the prompt: keep what is asked of its last query
             last = k.shape[1] - 1
             asked = self._weights_asked(now.demands, layer)
-            for group, what in asked.items():
+            for rule, what in asked.items():
                 if what & See.ROWS:
-                    weights = causal_weights(q[-1:], k, last, group)  # [1, heads, S]
-                    running.seen.newest[layer, group] = weights[0]
+                    weights = causal_weights(q[-1:], k, last, rule)  # [1, heads, S]
+                    running.seen.newest[layer, rule] = weights[0]
         return out
 
-    def _add_prompt_mass(self, layer: int, now: Pass, group: str, q: Tensor, k: Tensor) -> None:
+    def _add_prompt_mass(self, layer: int, now: Pass, rule: str, q: Tensor, k: Tensor) -> None:
         """Add the attention weights of new tokens of a prompt to those of its earlier tokens.
 
         Args:
@@ -393,17 +395,17 @@ class PlainCache:
             k: [Hkv, S, D].
         """
         mass = now.running.seen.mass
-        before = mass.get((layer, group))
-        heads = self.config.num_heads if group == "none" else self.config.num_kv_heads
+        before = mass.get((layer, rule))
+        heads = self.config.num_heads if rule == "none" else self.config.num_kv_heads
         total = torch.zeros(heads, k.shape[1], device=q.device)
         if before is not None:
             total[:, : before.shape[1]] = before
         first = k.shape[1] - len(q)  # position of the first query: no token is evicted yet, so columns are positions
         for start in range(0, len(q), QUERY_BLOCK):
             block = q[start : start + QUERY_BLOCK]
-            weights = causal_weights(block, k, first + start, group)  # [block, heads, S]
+            weights = causal_weights(block, k, first + start, rule)  # [block, heads, S]
             total += weights.sum(0)
-        mass[layer, group] = total
+        mass[layer, rule] = total
 
     def _attend_token(self, layer: int, now: Pass, raw: Tensor, q: Tensor) -> Tensor:
         """Attention of one generated token over the tokens that its lanes hold, itself included.
@@ -430,16 +432,17 @@ class PlainCache:
         logits = logits / dim**0.5
         if self.policy.pull:
             logits = self._pull_near(layer, now, raw, k, logits)
-        for group, what in asked.items():
-            weights = group_reduce(logits, full_mask, group)[0]  # [heads, S]
+        for rule, what in asked.items():
+            weights = group_reduce(logits, full_mask, rule)[0]  # [heads, S]
             if what & See.MASS:
-                seen.mass[layer, group] = weights
+                seen.mass[layer, rule] = weights
             if what & See.ROWS:
-                seen.newest[layer, group] = weights
+                seen.newest[layer, rule] = weights
         if self.policy.pull:
             p = decode_probabilities(logits, full_mask)
             out = p.to(v.dtype) @ v  # [1, Hkv, g, D]
             return out.view(q.shape)
+        # The same call as without demands: the output must not depend on whether it is observed.
         return decode_attention(q, k, v, mask)
 
     def _pull_near(self, layer: int, now: Pass, raw: Tensor, k: Tensor, logits: Tensor) -> Tensor:
@@ -472,7 +475,7 @@ class PlainCache:
         return torch.where(near[None, :, None], nearer, logits)
 
     def _weights_asked(self, demands: Sequence[Demand], layer: int) -> dict[str, See]:
-        """The group rules of the attention weights that a layer must keep, each with MASS, ROWS or both."""
+        """The rules of the attention weights that a layer must keep, each with MASS, ROWS or both."""
         asked: dict[str, See] = {}
         for demand in demands:
             if demand.weights and demand.at(layer):
@@ -499,12 +502,12 @@ class PlainCache:
 
         Args:
             layer: the layer that has just run; −1: the final norm. After that comes `Policy.watch`.
-            hidden: [N, d].
+            hidden: [T, d].
         """
         parts = []
         for now in self._now:
             running = now.running
-            own = hidden[now.rows]
+            own = hidden[now.span]
             if self.steers and not now.prompt:
                 view = self._view(running)
                 steered = self.policy.steer(view, layer, own)
@@ -636,7 +639,7 @@ class PlainCache:
     # -- what others want to know
 
     def length(self, seq: int) -> int:
-        """Tokens that the sequence has seen; `held` counts those that are still in the cache."""
+        """Tokens that the sequence has had; `held` counts those that are still in the cache."""
         return self.sequences[seq].lanes.length
 
     def held(self, seq: int) -> int:
@@ -690,7 +693,7 @@ class PlainCache:
         running = self.sequences[seq]
         lanes = running.lanes
         shape = self.shape
-        seen = lanes.length * shape.layers * shape.kv_heads
+        all_tokens = lanes.length * shape.layers * shape.kv_heads
         held = int(lanes.count.sum()) * shape.sharing
         stored = held - lanes.waiting()
         numbers = stored * 2 * shape.head_dim
@@ -698,7 +701,7 @@ class PlainCache:
         thoughts = [names[kind] for kind in running.kinds] if names else []
         notes = [member.notes(running.row) for member in members(self.policy)]
         return Told(
-            evicted=seen - held,
+            evicted=all_tokens - held,
             thoughts=tuple(thoughts),
             bits=8 * sum(lanes.bytes_of()) / numbers if numbers else None,
             notes="; ".join(note for note in notes if note),
@@ -719,38 +722,6 @@ class PlainCache:
         if not names or not kinds:
             return ""
         return names[kinds[-1]]
-
-
-def most_bytes(
-    config: ModelConfig,
-    policy: Policy,
-    dtype: torch.dtype,
-    *,
-    rows: int,
-    tokens: int,
-    prompt: int,
-) -> int:
-    """Bytes that the lanes of so many sequences may come to take, and the policy's state; nothing is allocated.
-
-    The lanes grow with their tokens. (`manager.bytes_for` is about tensors that are allocated at once.)
-
-    Args:
-        tokens: of the longest sequence.
-        prompt: tokens of its prompt.
-    """
-    held = tokens
-    if policy.limit is not None and not policy.exempt_answer:
-        held = min(tokens, max(prompt, policy.limit + 1))
-    columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
-    copies = 2 if policy.storage.shrink else 1
-    per_column = config.kv_bytes_per_token(dtype.itemsize)
-    numbers = rows * columns * copies * per_column
-
-    shape = Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype)
-    stranger = copy.deepcopy(policy)
-    stranger.setup(shape)
-    state = sum(x.nbytes for x in stranger.state())
-    return numbers + state
 
 
 class PlainStep(ShownStep):
@@ -846,7 +817,7 @@ class PlainStep(ShownStep):
 
     # -- observations (`ShownStep` checks that the policy has demanded them)
 
-    def _weights(self, what: See, layer: int, group: str) -> Tensor:
+    def _weights(self, what: See, layer: int, rule: str) -> Tensor:
         """Attention weights from the last pass in which they were due, 0 if they never were: [1, heads, S].
 
         A policy reads them in the step of that pass. Later an eviction may have moved the tokens to other columns.
@@ -855,10 +826,10 @@ class PlainStep(ShownStep):
         seen = self.running.seen
         width = self.running.lanes.width
         kept = seen.mass if what is See.MASS else seen.newest
-        if (layer, group) not in kept:
-            heads = shape.query_heads if group == "none" else shape.kv_heads
+        if (layer, rule) not in kept:
+            heads = shape.query_heads if rule == "none" else shape.kv_heads
             return torch.zeros(1, heads, width, device=shape.device)
-        weights = kept[layer, group]
+        weights = kept[layer, rule]
         weights = weights[None, :, :width]
         lacking = width - weights.shape[-1]
         return torch.nn.functional.pad(weights, (0, lacking))
@@ -900,3 +871,35 @@ def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:
     table = min(layer, len(whole) - 1)
     whole[table] = mask
     return whole
+
+
+def most_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    dtype: torch.dtype,
+    *,
+    rows: int,
+    tokens: int,
+    prompt: int,
+) -> int:
+    """Bytes that the lanes of so many sequences may come to take, and the policy's state; nothing is allocated.
+
+    The lanes grow with their tokens. (`manager.bytes_for` is about tensors that are allocated at once.)
+
+    Args:
+        tokens: of the longest sequence.
+        prompt: tokens of its prompt.
+    """
+    held = tokens
+    if policy.limit is not None and not policy.exempt_answer:
+        held = min(tokens, max(prompt, policy.limit + 1))
+    columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
+    copies = 2 if policy.storage.shrink else 1
+    per_column = config.kv_bytes_per_token(dtype.itemsize)
+    numbers = rows * columns * copies * per_column
+
+    shape = Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype)
+    stranger = copy.deepcopy(policy)
+    stranger.setup(shape)
+    state = sum(x.nbytes for x in stranger.state())
+    return numbers + state
