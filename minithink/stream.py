@@ -421,27 +421,23 @@ class Stream:
             s.last = now
             if not s.tokens:
                 s.first = now
-            self._append(s, token)
+            if token == NO_TOKEN:
+                s.finish_reason = NON_FINITE
+                if not self.tolerant:
+                    raise MinithinkError(self.diagnose())
+            else:
+                s.tokens.append(token)
+                if token in self.stop_ids:
+                    s.finish_reason = "stop"
+                elif len(s.tokens) == s.limit:
+                    s.finish_reason = s.limit_reason
+                elif self.stop_loops and len(s.tokens) % LOOP_EVERY == 0 and looped(s.tokens):
+                    s.finish_reason = "loop"
             if self._read_texts:
                 s.thought = self.cache.thought(s.number)
                 self._read(s, token)
             if s.finish_reason:
                 self._leave(s)
-
-    def _append(self, s: Track, token: int) -> None:
-        """Add a token to its sequence, and say whether the sequence has ended."""
-        if token == NO_TOKEN:
-            s.finish_reason = NON_FINITE
-            if not self.tolerant:
-                raise MinithinkError(self.diagnose())
-            return
-        s.tokens.append(token)
-        if token in self.stop_ids:
-            s.finish_reason = "stop"
-        elif len(s.tokens) == s.limit:
-            s.finish_reason = s.limit_reason
-        elif self.stop_loops and len(s.tokens) % LOOP_EVERY == 0 and looped(s.tokens):
-            s.finish_reason = "loop"
 
     def _read(self, s: Track, token: int) -> None:
         """Decode the new token, and look for texts that stop the sequence."""
