@@ -312,7 +312,7 @@ class OfModel(Rope):
         self.like = torch.empty(0, device=device)  # float32: what the rotation shall be computed in
 
     def at(self, pos: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rotary.forward(self.like, pos[None])  # [1, N, D]; without hooks
+        cos, sin = self.rotary.forward(self.like, pos[None])  # [1, T, D]; without hooks
         first, second = sin.chunk(2, dim=-1)
         sin = torch.cat((-first, second), dim=-1)
         return cos[0, :, None], sin[0, :, None]
