@@ -187,18 +187,67 @@ class Engine:
         )
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, on_token: Callable[[Chunk], None] | None = None, **options: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        on_token: Callable[[Chunk], None] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
+        num_samples: int = 1,
+        batch_size: int | None = None,
+        chat: bool | None = None,
+        system: str | None = None,
+        policy: str | Policy | None = None,
+        budget: int | None = None,
+        schedule: str | None = None,
+        stop: str | int | Sequence[str | int] = (),
+        stop_loops: bool = False,
+        fixed: bool = False,
+        recorder: Recorder | None = None,
+        cache: str = "auto",
     ) -> list[Result]:
-        """Generate for one prompt or many; the options are those of `stream`.
+        """Generate for one prompt or many. `help(Engine.stream)` explains the options that are not explained here.
 
         Args:
             prompts: a text, several texts, or several lists of token ids.
             on_token: called with every token at once; None: no texts are made until the end.
+            max_new_tokens: of each sequence; None: as many as fit into the context and 80 % of the free memory.
+            policy: decides what stays in the KV cache: a text such as "window:budget=256" or a Policy; None:
+                everything stays.
+            budget: tokens that a policy may keep: its hyperparameter of that name.
 
         Returns:
             A Result for every sequence: prompts in their order, the samples of a prompt one after the other.
+
+        Raises:
+            UsageError: an argument makes no sense, or a prompt is empty or too long.
+            MinithinkError: the keys and values would not fit into the memory.
         """
-        stream = self.stream(prompts, **options)
+        stream = self.stream(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            num_samples=num_samples,
+            batch_size=batch_size,
+            chat=chat,
+            system=system,
+            policy=policy,
+            budget=budget,
+            schedule=schedule,
+            stop=stop,
+            stop_loops=stop_loops,
+            fixed=fixed,
+            recorder=recorder,
+            cache=cache,
+        )
         if on_token is None:
             for _ in stream.steps():
                 pass

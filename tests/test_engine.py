@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
@@ -367,6 +368,23 @@ def test_usage_errors(engine: Engine, prompt: Any, options: dict[str, Any], mess
 def test_load_refuses(checkpoint: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load(checkpoint, **options)
+
+
+def test_generate_takes_and_passes_on_what_stream_takes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, wanted = (dict(inspect.signature(method).parameters) for method in (Engine.generate, Engine.stream))
+    assert own.pop("on_token").default is None
+    assert own == wanted
+    options = {name: object() for name in list(wanted)[1:]}
+    prompts = options.pop("prompts")
+
+    def stream(self: Engine, given: Any, **taken: Any) -> Any:
+        assert given is prompts
+        assert taken == options
+        raise KeyError("seen")
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    with pytest.raises(KeyError, match="seen"):
+        engine.generate(prompts, **options)  # type: ignore[arg-type]
 
 
 def test_embedded_model_has_no_revision() -> None:
