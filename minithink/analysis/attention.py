@@ -2,7 +2,8 @@
 
 Nothing is generated. The texts are reference traces of the puzzles, the same ones as in `evaluate loss --texts
 reference`, each behind its question. So any model with a chat template can be measured, also one that cannot solve
-them. Every text is read once with the full cache.
+them. Every text is read once with the full cache. Where `</think>` is no token of the model, its answer counts as
+thinking, too.
 
     sinks       share of the attention that the tokens behind the question give to the first token of all, to the
                 first four, and to the next four, by layer and query head (StreamingLLM's attention sinks). Chance is
