@@ -28,6 +28,7 @@ feeds generated token t), the tensors are:
     i.kept      [T, Lt, Ht, n] bool: whether the token at a position is held after a pass. Lt and Ht are L and Hkv, or
                 1 where all layers or all heads keep the same tokens
     i.formats   [T, Lt, Ht, n] uint8, an index into `formats`; 255 where no token is held, or it waits in a buffer
+                Only where the storage has more than one format
     i.bytes     [T, 2] int64: of the codes of keys and values, and of their scales
     i.decided   [m] int64, the passes after which the policy gave scores, and i.scores [m, Lt, Ht, n], NaN for tokens
                 without one: of policies that score tokens. Tokens with larger scores stay longer. Of policies that
@@ -81,7 +82,7 @@ SETTINGS = {
     "sepllm": "sepllm:budget=15,initial=2,separators=4,window=5",
     "random": "random:budget=10",
     "random_attention": "random_attention:budget=16,buffer=4",
-    "vase": "vase:budget=14,buffer=5,n_sink=2,smooth=3",
+    "vase": "vase:budget=14,buffer=5,n_sink=3,smooth=3",
     "quant": "quant:fmt=nvfp4",
     "kivi": "kivi:group=16,residual=16,block=4",
     "snapkv": "snapkv:cap=5,window=2,kernel_size=3",

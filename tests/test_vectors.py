@@ -56,6 +56,30 @@ def test_files_are_what_is_computed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", vectors.SETTINGS)
+def test_no_choice_is_near(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that differ by one in a million lead to the same choices, and to scores within 1e-5."""
+    stored, _ = read(FOLDER / f"{name}.safetensors")
+    exact = vectors.text_of
+    for seed in range(3):
+
+        def near(number: int, seed: int = seed) -> vectors.Text:
+            text = exact(number)
+            draw = torch.Generator().manual_seed(1000 * seed + number)
+            for x in (text.q, text.k, text.v, text.hidden):
+                x *= 1 + 1e-6 * (2 * torch.rand(x.shape, generator=draw) - 1)
+            return text
+
+        monkeypatch.setattr(vectors, "text_of", near)
+        found, _ = vectors.vectors(vectors.SETTINGS[name])
+        for key, tensor in stored.items():
+            kind = key.rpartition(".")[2]
+            if kind in ("kept", "formats", "bytes", "decided"):
+                assert torch.equal(found[key], tensor), key
+            elif kind == "scores":
+                torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", vectors.SETTINGS)
 def test_something_happens(name: str) -> None:
     tensors, _ = read(FOLDER / f"{name}.safetensors")
     policy = parse(vectors.SETTINGS[name])
