@@ -347,6 +347,30 @@ assert low < 0.7, "few problems leave much open"
 # Such a run finds gross mistakes, and no more. Tutorial 6 shows what 200 problems can tell. The choice of problems
 # also matters: these are the shortest problems of one family, answered by one model.
 #
+# ## On a model of transformers
+#
+# The same class decides inside transformers' `generate`, on any Llama, Qwen2 or Qwen3 model (`docs/hf.md`). Here it
+# is the embedded model, read by transformers. Its 120 tokens are those that minithink's own decoder gives.
+
+# %%
+if find_spec("transformers"):
+    from transformers import AutoModelForCausalLM
+
+    from minithink.engine import TINY
+
+    text = f"loud:protect_prompt=true,budget={BUDGETS[0]}"
+    prompt = engine.prompt_ids(questions[0])
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    cache = minithink.hf.cache(model, text)
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, past_key_values=cache, max_new_tokens=120, do_sample=False)
+    [sequence] = cache.report().sequences
+    print(f"{sequence.tokens} tokens were fed, a head holds at most {sequence.held}")
+    [own] = engine.generate(questions[0], policy=text, temperature=0, max_new_tokens=120)
+    assert out[0, len(prompt) :].tolist() == own.token_ids
+    assert sequence.held <= BUDGETS[0] < sequence.tokens
+
+# %% [markdown]
 # ## Where its files would go
 #
 # `CONTRIBUTING.md` ("Add a policy") has the steps. The policy moves to `minithink/policies/loud.py`, and its
