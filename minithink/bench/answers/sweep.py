@@ -637,10 +637,8 @@ def result_of(
         row["of_full"] = row["kv_bytes_peak"] / full[family] if family in full else None
         row["less"] = pairs.get(run.cell)
         row["all"] = pairs.get(("", *cell))
-        row["changed"] = marked and _has_changed(run, wanted[place])
+        row["changed"] = marked and has_changed(run, wanted[place])
         rows.append(row)
-    commits = {short(run.commit): run.date[:10] for run in runs}
-    others = [f"{commit} ({date})" for commit, date in commits.items() if commit != short(last.commit)]
     missing = len(wanted) - len(found)
     return {
         "benchmark": "sweep",
@@ -659,7 +657,7 @@ def result_of(
         "measurements": rows,
         "complete": not missing,
         "missing": missing,
-        "others": others,
+        "others": other_commits(runs),
     }
 
 
@@ -671,7 +669,7 @@ def _counted(runs: Iterable[Run]) -> dict[tuple[str, Any], Any]:
     return {cell: counts.total(own) for cell, own in counts_of.items()}
 
 
-def _has_changed(run: Run, key: Wanted) -> bool:
+def has_changed(run: Run, key: Wanted) -> bool:
     """Whether a policy has other code, other defaults or another calibration than it had in this run."""
     return run.state == "stale" or not serves(run, key)
 
@@ -708,9 +706,20 @@ def _said(result: Result, columns: Sequence[str]) -> str:
         f"prompt and that share of what the full cache generates{tokens}."
     )
     parts = [problems, *columns]
-    if result["others"]:
-        parts.append(f"Some rows were measured at commit {', '.join(result['others'])}.")
-    return " ".join(parts)
+    return " ".join([*parts, *said_of_commits(result)])
+
+
+def other_commits(runs: Sequence[Run]) -> list[str]:
+    """The commits at which some runs were measured, but for that of the newest, each with its date."""
+    last = max(runs, key=lambda run: run.date)
+    commits = {short(run.commit): run.date[:10] for run in sorted(runs, key=lambda run: run.date)}
+    return [f"{commit} ({date})" for commit, date in commits.items() if commit != short(last.commit)]
+
+
+def said_of_commits(result: Result) -> list[str]:
+    """A sentence about the other commits, if there are any."""
+    others = result["others"]
+    return [f"Some rows were measured at commit {', '.join(others)}."] if others else []
 
 
 COLUMNS: tuple[Column, ...] = (("policy", "policy", "`{}`"), ("budget", lambda m: m["budget"] or 0, "{:share}"))

@@ -20,11 +20,18 @@ from typing import Any
 from minithink.bench.answers import pool, sweep
 from minithink.bench.answers.overall import difference, shares, together
 from minithink.bench.answers.pool import Run
-from minithink.bench.answers.sweep import SWEEPS, shown, wanted_of
+from minithink.bench.answers.sweep import (
+    SWEEPS,
+    has_changed,
+    other_commits,
+    said_of_commits,
+    shown,
+    wanted_of,
+)
 from minithink.bench.methods import Column, Result, Row, Sweep, Table, Transfer, collected
 from minithink.bench.methods.settings import best
 from minithink.cli.commands import location, positive
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.paired import holm, mcnemar
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
@@ -45,9 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     names = tuple(TRANSFERS)
     add("name", nargs="?", default=names[0], choices=names, help=f"which comparison: {', '.join(names)}")
-    add("--plot", type=location, metavar="FILE", help="draw the right answers of the last model by all else, as SVG")
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--plot", type=location, metavar="FILE", help="draw the right answers of the last model by all else, as SVG"
+    )
+    either.add_argument(
+        "--settings", action="store_true", help="print what the validation problems of the last model choose"
+    )
     add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
-    add("--settings", action="store_true", help="print what the validation problems of the last model choose")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
     add(
         "--results",
@@ -60,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Print the rank correlations or the settings; draw."""
+    if len(args.budget) > 1:
+        raise UsageError(f"The picture shows one budget, and --budget gives {len(args.budget)}: give one.")
     if args.plot is not None:
         need_matplotlib()
     source = Source(TRANSFERS[args.name], args.results, limit=args.limit)
@@ -127,30 +141,47 @@ class Source:
 
     def losses(self, model: str) -> Result:
         """The losses of texts on one model: how far each policy is above the full cache."""
-        runs = self.runs_of(self.one.losses, model)
-        full = {run.key["dataset"]: run for run in runs if run.key["policy"] == FULL}
+        name = self.one.losses
+        wanted = wanted_of(self.sweep_of(name, model))
+        found = shown(name, self.where, wanted, self.runs)
+        full = {run.key["dataset"]: run for run in found.values() if run.key["policy"] == FULL}
         rows = list[Row]()
-        for run in runs:
+        for place, run in found.items():
             texts, policy, budget = run.cell
             row = {**run.row, "family": texts, "policy": policy, "budget": budget, "above": None, "of_full": None}
-            row["changed"] = self.marked and run.state == "stale"
+            row["changed"] = self.marked and has_changed(run, wanted[place])
             if texts in full:
                 row["of_full"] = row["kv_bytes_peak"] / full[texts].row["kv_bytes_peak"]
                 if policy != FULL:
                     row["above"] = difference(run.row["losses"], full[texts].row["losses"])
             rows.append(row)
-        return self._about(runs) | {"measurements": rows, "complete": True}
+        return self._about([*found.values()]) | {"measurements": rows, "complete": len(found) == len(wanted)}
+
+    def answers_of(self, model: str) -> list[Run]:
+        """The runs of answers of one model; an empty list if there are none."""
+        try:
+            return self.runs_of(self.one.answers, model)
+        except MinithinkError:
+            return []
+
+    def common_families(self) -> list[str]:
+        """The families that every model has, but for models without any."""
+        each = list[set[str]]()
+        for model in self.one.models:
+            families = {run.cell[0] for run in self.answers_of(model)}
+            if families:
+                each.append(families)
+        return sorted(set.intersection(*each)) if each else []
 
     def values(self) -> dict[tuple[str, str], Values]:
         """What the policies are ranked by, each value the larger the better. The key is a model and ANSWERS or the
-        name of texts. Models without runs are left out."""
+        name of texts. Models without runs are left out. Answers are those of the common families."""
         found = dict[tuple[str, str], Values]()
+        common = self.common_families()
         for model in self.one.models:
-            try:
-                answers = right_of(self.runs_of(self.one.answers, model))
+            answers = right_of(run for run in self.answers_of(model) if run.cell[0] in common)
+            if answers:
                 found[model, ANSWERS] = {cell: fmean(right) for cell, right in answers.items()}
-            except MinithinkError:
-                pass
             try:
                 for run in self.runs_of(self.one.losses, model):
                     texts, policy, budget = run.cell
@@ -176,7 +207,9 @@ class Source:
                 f"{self.where / pool.FILE} has no two orders of policies to compare: it needs the answers of two "
                 "models, or those of one and its losses; `bench sweep` makes them."
             )
-        return self._about(runs) | {"measurements": rows, "complete": True}
+        about = self._about(runs)
+        about["settings"] = {"families": self.common_families()}
+        return about | {"measurements": rows, "complete": True}
 
     def _about(self, runs: Sequence[Run]) -> dict[str, Any]:
         """The newest of some runs, as a result says where it comes from."""
@@ -188,7 +221,8 @@ class Source:
             "date": last.date,
             "machine": pool.machine_of(runs),
             "versions": last.versions,
-            "settings": {"ranked": len(self.one.ranked)},
+            "settings": {},
+            "others": other_commits(runs),
         }
 
 
@@ -282,31 +316,40 @@ def of_tests(beside: Sequence[str]) -> tuple[Column, ...]:
     )
 
 
-def said_of_tests(result: Result) -> Iterable[str]:
+def said_of_tests(result: Result) -> list[str]:
     """What the columns mean."""
     settings = result["settings"]
     points = f"{100 * EQUAL:g} points"
-    return [
+    families = {row["families"] for row in result["measurements"]}
+    lacking = ["Where a policy lacks runs, of fewer families, and without a test."] if len(families) > 1 else []
+    text = [
         f"{settings['limit']} {settings['split']} problems of each family. Less: the difference in points, its 95 % "
         "interval (bootstrap over problems), and the probability of McNemar's exact test, corrected by Holm for all "
         f"tests of this table. ≈: the whole interval is within {points}. Bytes: the mean of peaks, of the full "
         "cache's.",
-        "",
+        *lacking,
+        *said_of_commits(result),
     ]
+    return [" ".join(text), ""]
 
 
-def said_of_losses(result: Result) -> Iterable[str]:
+def said_of_losses(result: Result) -> list[str]:
     """What the columns mean."""
-    return ["Above full: nats a token, mean over texts, with the 95 % interval (bootstrap over texts).", ""]
+    text = "Above full: nats a token, mean over texts, with the 95 % interval (bootstrap over texts)."
+    return [" ".join([text, *said_of_commits(result)]), ""]
 
 
-def said_below_ranks(result: Result) -> Iterable[str]:
+def said_below_ranks(result: Result) -> list[str]:
     """What the columns mean."""
-    return [
+    text = [
         "Spearman's rank correlation over policies, one setting of each, with the 95 % interval (bootstrap over "
         "policies), and their number. Less loss counts as better.",
-        "",
+        *said_of_commits(result),
     ]
+    families = result["settings"]["families"]
+    if families:
+        text.append(f"Answers: of {', '.join(families)}.")
+    return [" ".join(text), ""]
 
 
 def with_budget(result: Result) -> list[Row]:

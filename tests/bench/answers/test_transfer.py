@@ -139,6 +139,37 @@ def test_a_policy_that_lacks_a_family_is_not_tested(where: Path) -> None:
     assert rows["tova", 0.25]["tests"] == {}
     assert rows["h2o", 0.25]["tests"]
     assert not found["complete"]
+    sentence = "Where a policy lacks runs, of fewer families"
+    assert sentence in transfer.said_of_tests(found)[0]
+    assert sentence not in transfer.said_of_tests(transfer.Source(ONE, where).answers("embedded"))[0]
+
+
+def test_losses_of_other_code_and_other_commits_are_marked(where: Path) -> None:
+    def result(**changed: Any) -> dict[str, Any]:
+        runs = []
+        for run in pool.read(where):
+            if run.cell == ("reference", TEXTS["h2o"], 0.25):
+                key = run.key | {"calibration": changed.pop("calibration", None)}
+                run = replace(run, key=key, **changed)
+            runs.append(run)
+        return transfer.Source(ONE, where, runs=runs, marked=True).losses("embedded")
+
+    def marked(found: dict[str, Any]) -> list[tuple[str, str]]:
+        rows = found["measurements"]
+        return [(row["family"], label_of(row["policy"])) for row in rows if row["changed"]]
+
+    assert marked(result()) == []
+    assert "commit" not in transfer.said_of_losses(result())[0]
+    assert marked(result(calibration="of another")) == [("reference", "h2o")]
+    assert marked(result(stale=True)) == [("reference", "h2o")]
+    sentence = transfer.said_of_losses(result(commit="earlier", date="2030-12-31"))[0]
+    assert sentence.endswith("Some rows were measured at commit earlier (2030-12-31).")
+
+
+def test_losses_without_fixed_texts_are_not_complete(where: Path) -> None:
+    assert transfer.Source(ONE, where).losses("embedded")["complete"]
+    runs = [run for run in pool.read(where) if run.cell[0] != lists.FIXED]
+    assert not transfer.Source(ONE, where, runs=runs).losses("embedded")["complete"]
 
 
 def test_equal_is_said_where_the_interval_says_so() -> None:
@@ -178,6 +209,22 @@ def test_a_model_without_runs_is_left_out(where: Path, tmp_path: Path) -> None:
     assert {row["first"].partition(",")[0] for row in found["measurements"]} == {"embedded"}
     with pytest.raises(MinithinkError, match="has no two orders of policies to compare"):
         transfer.Source(ONE, tmp_path).ranks()
+
+
+def test_answers_are_ranked_by_the_families_that_all_models_have(where: Path) -> None:
+    runs = []
+    for run in pool.read(where):
+        backbone = run.key["checkpoint"] == "of another"
+        if backbone and run.cell[0] in ("ledger", "search"):
+            continue
+        if not backbone and run.cell == ("facts", TEXTS["rkv"], 0.25):
+            run = replace(run, right="0" * PROBLEMS)
+        runs.append(run)
+    source = transfer.Source(ONE, where, runs=runs)
+    found = source.values()
+    assert found["embedded", transfer.ANSWERS][TEXTS["rkv"], 0.25] == 0
+    assert source.ranks()["settings"] == {"families": ["facts"]}
+    assert "Answers: of facts." in "\n".join(transfer.said_below_ranks(source.ranks()))
 
 
 # Tables and the picture --------------------------------------------------------------------------------------------
@@ -243,6 +290,10 @@ def test_a_point_a_policy(where: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert path.read_text() == first
     assert main([*words, "--budget", "0.75"]) == 1
     assert "no policies of backbone at 75 % to compare" in capsys.readouterr().err
+    assert main([*words, "--budget", "0.25,0.5"]) == 2
+    assert "--budget gives 2: give one" in capsys.readouterr().err
+    assert main([*words, "--settings"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
 
 
 # Settings ----------------------------------------------------------------------------------------------------------
