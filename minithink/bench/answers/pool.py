@@ -260,8 +260,9 @@ def pick(
 ) -> list[Run | None]:
     """The runs of keys without machines, all from one kind of machine; None: that run is missing.
 
-    The kind of machine is the one with most of these runs; among equals, the one with the newest run. Of several runs
-    of a key, one whose answers were not found to differ, then one that says which sequences were right, then one that
+    Where the keys leave open how tokens are drawn and how many, all runs agree in that, too. Of several kinds of
+    machines the one with most of these runs counts; among equals, the one with the newest run. Of several runs of a
+    key, one whose answers were not found to differ, then one that says which sequences were right, then one that
     looked for loops, then the newest. None of this depends on the code as it is now.
 
     Args:
@@ -269,11 +270,13 @@ def pick(
         keys: without the machine's parts.
         fits: `serves`, or `shows` for a table.
     """
-    by_machine = dict[str, dict[tuple[Any, ...], list[Run]]]()  # then by cell
+    left_open = [name for name in OF_ANSWERS if any(name not in key for key in keys)]
+    by_kind = dict[str, dict[tuple[Any, ...], list[Run]]]()  # then by cell
     for run in runs:
-        by_machine.setdefault(_machine(run), {}).setdefault(run.cell, []).append(run)
+        kind = _machine(run) + _text({name: run.key.get(name) for name in left_open})
+        by_kind.setdefault(kind, {}).setdefault(run.cell, []).append(run)
     best: list[Run | None] = [None] * len(keys)
-    for by_cell in by_machine.values():
+    for by_cell in by_kind.values():
         found = list[Run | None]()
         for key in keys:
             some = by_cell.get((key["dataset"], key["policy"], rounded(key["budget"])), [])

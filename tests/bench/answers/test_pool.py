@@ -169,6 +169,15 @@ def test_runs_of_one_table_are_of_one_kind_of_machine() -> None:
     assert pick([], wanted) == [None] * 3
 
 
+def test_runs_of_one_table_agree_in_what_its_keys_leave_open() -> None:
+    """A table of other weights knows no temperature and no longest text: it mixes none."""
+    runs = [run_of(), run_of("window"), run_of(max_new_tokens=100)]
+    runs[2].date = "2027"
+    keys = [{k: v for k, v in run.key.items() if k not in (*pool.MACHINE, "max_new_tokens")} for run in runs[:2]]
+    assert pool.pick(runs, keys) == runs[:2]
+    assert pool.pick(runs, keys[:1]) == runs[2:], "of equally many, the newest"
+
+
 def test_gpus_with_the_same_cores_are_one_kind_of_machine() -> None:
     """A table says all of them."""
     runs = [run_of("window"), run_of("rkv"), run_of("h2o")]
