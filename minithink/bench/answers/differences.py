@@ -100,6 +100,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         own = subtracted(own, args.less)
         others = subtracted(others, args.less)
         families = [family for family in families if family != args.less]
+        if not families:
+            raise UsageError(f"--less subtracts {args.less}, and no other family is left: give more --families.")
+    if args.at is not None and args.same_bytes:
+        raise UsageError("--at and --same-bytes both choose OTHER's budgets: give one of the two.")
     if args.at is not None and len(args.at) not in (1, len(families)):
         count = f"{len(args.at)} budgets for {len(families)} families"
         raise UsageError(f"--at gives {count}: give one, or one for each.")
@@ -187,6 +191,10 @@ def found(sides: Sides, family: str, policy: str, budget: Budget) -> Side:
 def at_bytes(sides: Sides, family: str, policy: str, size: float) -> Side:
     """A policy between two of its budgets, where it takes so many bytes. MinithinkError: it never does."""
     own = [side for (name, method, _), side in sides.items() if (name, method) == (family, policy)]
+    if not own:
+        raise MinithinkError(
+            f"The pool has no answers of {policy} in {family} that say which were right: give other --families."
+        )
     own.sort(key=lambda side: side.size)
     for low, high in pairwise(own):
         if low.size <= size <= high.size:

@@ -47,6 +47,8 @@ POOL = {
         run("search", "odd", 0.25, "1000", size=55.0),
         run("facts", "large", 0.25, "1100", size=99.0),
         run("search", "large", 0.25, "1000", size=99.0),
+        run("facts", "part", 0.25, "1100", size=10.0),
+        run("facts", "part", 0.5, "1100", size=90.0),
     ],
 }
 
@@ -142,6 +144,9 @@ def test_what_repetition_brings_is_a_difference_of_differences(capsys: pytest.Ca
         (["main-few", "odd", "three", "--at", "0.5", "--other-in", "main-few", "--budgets", "0.5"], 2, "has odd at"),
         (["main-few", "three", "odd"], 1, "no answers of odd at 50 % in facts that say which were right"),
         (["main-few", "large", "three", "--same-bytes"], 1, "three takes 40.0% to 60.0% of the full cache's bytes"),
+        (["main", "one", "two", "--families", "facts", "--less", "facts"], 2, "no other family is left"),
+        (["main", "one", "two", "--at", "0.5", "--same-bytes"], 2, "--at and --same-bytes both choose"),
+        (["main-few", "three", "part", "--same-bytes"], 1, "The pool has no answers of part in search"),
         (["recall", "one"], 2, "The comparison recall names no policy to compare with: give OTHER."),
     ],
 )
