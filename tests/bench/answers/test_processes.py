@@ -80,8 +80,8 @@ from minithink.cli.process import Signals
 def work(x):
     if x == 0:
         return "done"
-    print("working", flush=True)
     try:
+        print("working", flush=True)
         time.sleep(600)
     finally:
         print("closed", flush=True)
