@@ -245,7 +245,7 @@ def right_of(runs: Iterable[Run]) -> dict[Cell, list[float]]:
 
 def add_tests(rows: Sequence[dict[str, Any]], right: Mapping[Cell, Sequence[float]], beside: Sequence[str]) -> None:
     """Test each row's policy against others at its budget: row["tests"][other] is the difference, its interval, and
-    the corrected probability."""
+    the corrected probability. For the test a problem with several samples is right if all of them are."""
     tests = list[dict[str, Any]]()
     for row in rows:
         own = right.get((row["policy"], row["budget"]))
