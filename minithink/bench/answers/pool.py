@@ -300,7 +300,7 @@ def _worth_of_kind(found: Sequence[Run | None]) -> tuple[int, str]:
 def _machine(run: Run) -> str:
     """The kind of machine that a run ran on."""
     parts = {name: run.key.get(name) for name in MACHINE}
-    gpu = run.machine.get("gpu", "")
+    gpu = str(run.machine.get("gpu", ""))
     return _text({**parts, "gpu": SAME_CORES.get(gpu, gpu)})
 
 

@@ -189,6 +189,8 @@ def test_gpus_with_the_same_cores_are_one_kind_of_machine() -> None:
     for run in runs:
         run.machine = {"cpu": "x"}
     assert pool.machine_of(runs) == {"cpu": "x"}
+    runs[0].machine = {"gpu": ["NVIDIA H200"]}
+    assert pick(runs, keys) == [None, *runs[1:]], "a list is a name as any other"
 
 
 def test_a_pool_keeps_the_newest_run_of_each_key(tmp_path: Path) -> None:
