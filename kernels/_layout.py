@@ -5,17 +5,22 @@
 
 `cache` and `half` make them of a store, `words` views the store's memory as the types that a Half counts in, and
 `example` makes a Half without a store, for the compile check. `_planes.py` reads codes with them.
+
+The protocols `Reading`, `Store` and their parts say which attributes of a store `paged_attention` reads. They are
+those of the classes in `minithink/kv/`; any object that has them will do.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, power_of_2
+from minithink.kernels._formats import Format
 
 FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")  # formats that `_planes.py` has a fast path for
 
@@ -62,7 +67,190 @@ class Cache(NamedTuple):
     overlap: bool = False  # the merge is launched while attention still runs (compute capability 9)
 
 
-def cache(store: Any) -> Cache:
+class Storage(Protocol):
+    """How tokens are stored."""
+
+    @property
+    def lag(self) -> bool:
+        """Whether values are quantized later than keys, which the kernel refuses."""
+
+
+class Shape(Protocol):
+    """Sizes of the store. Letters are those of `minithink/kv/store.py`."""
+
+    @property
+    def rows(self) -> int:
+        """B, sequences that the store has room for."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv."""
+
+    @property
+    def query_heads(self) -> int:
+        """Hq, a multiple of Hkv: query heads h·g to h·g + g − 1 share KV head h."""
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+
+    @property
+    def scope(self) -> str:
+        """Which lanes share a list of tokens: "head" (each has its own), "layer" or "sequence"."""
+
+    @property
+    def tables(self) -> tuple[int, int, int]:
+        """(Lt, B, Ht): Lt is 1 with scope "sequence", else L; Ht is Hkv with scope "head", else 1."""
+
+    @property
+    def sharing(self) -> int:
+        """Lanes that share a list: L · Hkv / (Lt · Ht)."""
+
+
+class Lists(Protocol):
+    """The tokens of each unit (the lanes that share a list), oldest first."""
+
+    @property
+    def place(self) -> Tensor:
+        """Where each token lies, page · stride + slot, in the ring −1 − its number there: int32 [Lt, B, Ht, S + 1]
+        or wider; anything behind the last token."""
+
+    @property
+    def count(self) -> Tensor:
+        """Tokens of each list: int32 [Lt, B, Ht]."""
+
+    @property
+    def columns_read(self) -> int:
+        """S, at least the tokens of the longest list."""
+
+
+class Table(Protocol):
+    """How places are counted."""
+
+    @property
+    def stride(self) -> int:
+        """Slots that places count for a page: those of the format with the most."""
+
+
+class Slots(Protocol):
+    """Which slots are in use."""
+
+    @property
+    def used(self) -> Collection[int]:
+        """Formats that held tokens may have, as indexes of `Pages.layouts`."""
+
+    @property
+    def group_of(self) -> Tensor:
+        """The row of key scales of the token in each slot: int32 [pages, stride]; empty without keys by token."""
+
+    @property
+    def table(self) -> Table:
+        """How places are counted."""
+
+
+class Layout(Protocol):
+    """How one format lies in a page. Each slot has the codes of a key, then those of its value."""
+
+    @property
+    def k(self) -> Format:
+        """The format of keys."""
+
+    @property
+    def v(self) -> Format:
+        """The format of values."""
+
+    @property
+    def slots(self) -> int:
+        """Slots of a page, a power of two."""
+
+    @property
+    def k_codes(self) -> int:
+        """Bytes of a key's codes."""
+
+    @property
+    def k_side(self) -> int:
+        """Bytes of a key's own parameters beside the codes; the value's follow. 0 with keys by token."""
+
+
+class Pages(Protocol):
+    """The memory for keys and values."""
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """The F formats."""
+
+    @property
+    def pool(self) -> Tensor:
+        """Codes: uint8 [pages, sharing, bytes of a page], slot by slot."""
+
+    @property
+    def side(self) -> Tensor:
+        """Parameters of groups of channels: uint8 [pages, sharing, bytes], slot by slot."""
+
+    @property
+    def group_params(self) -> Tensor:
+        """Rows of scales for keys by token: uint8 [groups, sharing, bytes]."""
+
+    @property
+    def scale(self) -> Tensor:
+        """FP32 scales of keys (0) and values (1): float32 [F, 2, L, B]; 1 where the format has none."""
+
+
+class Store(Protocol):
+    """What kernels read of a `minithink.kv.store.PagedStore`."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of plain tokens and of the ring: float32, float16 or bfloat16."""
+
+    @property
+    def shape(self) -> Shape:
+        """Sizes."""
+
+    @property
+    def storage(self) -> Storage:
+        """How tokens are stored."""
+
+    @property
+    def lists(self) -> Lists:
+        """Which tokens are held, and where they lie."""
+
+    @property
+    def slots(self) -> Slots:
+        """Which slots are in use."""
+
+    @property
+    def pages(self) -> Pages:
+        """The memory."""
+
+    @property
+    def ring(self) -> Tensor:
+        """Tokens that wait to be quantized: [L, B, Hkv, R, 2, D] in `dtype`, keys, then values; R may be 0."""
+
+
+class Reading(Protocol):
+    """What `paged_attention` reads of a `minithink.kv.reading.Reading`: N rows of a store."""
+
+    @property
+    def store(self) -> Store:
+        """The store."""
+
+    @property
+    def numbers(self) -> Tensor:
+        """The rows: int64 [N]."""
+
+    @property
+    def by_format(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The lists sorted by format, the ring last, as `by_format` of `minithink/ref/by_format.py` returns them. It
+        is read only with several formats in use, or a ring: int32 [Lt, N, Ht, S] twice, and [Lt, N, Ht, F + 2]."""
+
+    @property
+    def into(self) -> tuple[Tensor, Tensor] | None:
+        """Where the mass is written: float32 [B, Hkv or Hq, S or wider], and which of the N rows are written, bool
+        [N]. None: `paged_attention` returns it."""
+
+
+def cache(store: Store) -> Cache:
     """The constants of a store that do not depend on the format."""
     shape = store.shape
     group = shape.query_heads // shape.kv_heads
@@ -80,7 +268,7 @@ def cache(store: Any) -> Cache:
     )
 
 
-def half(store: Any, f: int, which: str, dtype: torch.dtype) -> Half:
+def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
     """Where the keys ("k") or values ("v") of format f lie, and how they are decoded for a model of type `dtype`.
 
     Raises:
@@ -165,7 +353,7 @@ def ring_half(c: Cache) -> Half:
     )
 
 
-def words(store: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
+def words(store: Store, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
     """The pool and the parameters as words and numbers of format f, as its halves k and v count them.
 
     Returns:
@@ -186,14 +374,14 @@ def words(store: Any, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
     return k_codes, v_codes, k_params, v_params, rows
 
 
-def _codes(pages: Any, fmt: Any, h: Half) -> Tensor:
+def _codes(pages: Pages, fmt: Format, h: Half) -> Tensor:
     """The pool as words of a half's codes."""
     if h.kind == "plain":
         return pages.pool.view(_formats.DTYPES[fmt.name])
     return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
 
 
-def _params(pages: Any, fmt: Any, h: Half) -> Tensor:
+def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
     """The parameters beside the codes, as a half counts them; int32 has an integer's scale and minimum at once."""
     if not fmt.group:
         return pages.side

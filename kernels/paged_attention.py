@@ -41,7 +41,7 @@ from torch import Tensor
 
 from minithink.kernels import _mass, _parts
 from minithink.kernels._common import INTERPRETED, Variant, side_by_side
-from minithink.kernels._layout import Cache, Half, cache, example, half, ring_half, words
+from minithink.kernels._layout import Cache, Half, Reading, Store, cache, example, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
     PLAIN_NUMBERS,
@@ -474,12 +474,18 @@ class _Launch:
     options: dict[str, int]  # of Triton
 
 
-def paged_attention(q: Tensor, read: Any, layer: int, group: str | None = None) -> tuple[Tensor, Tensor | None]:
+def paged_attention(
+    q: Tensor,
+    read: Reading,
+    layer: int,
+    group: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """softmax(q·kᵀ/√D)·v over the tokens that the lanes of a layer hold, and the attention that each token got.
 
     Args:
         q: [N, Hq, D], rotated.
-        read: the store's Reading of these N rows; the kernel reads its pages directly.
+        read: the store's Reading of these N rows; the kernel reads its pages directly (`_layout.py` says which
+            attributes).
         layer: the layer.
         group: how to combine the attention of a KV head's query heads: sum, mean, max, max_logit or none; None: no
             mass is wanted.
@@ -616,7 +622,7 @@ def _what_is_seen(dtype: torch.dtype, several: int, group: str | None) -> str:
     return "relative"
 
 
-def _of_format(store: Any, number: int, dtype: torch.dtype, c: Cache, lanes: int, parts: int) -> _Launch:
+def _of_format(store: Store, number: int, dtype: torch.dtype, c: Cache, lanes: int, parts: int) -> _Launch:
     """The launch for the tokens of the store's `number`-th used format."""
     f = sorted(store.slots.used)[number]
     keys = half(store, f, "k", dtype)
@@ -626,7 +632,7 @@ def _of_format(store: Any, number: int, dtype: torch.dtype, c: Cache, lanes: int
     return _Launch(number, f, keys, values, memory, parts, block, options)
 
 
-def _of_ring(store: Any, number: int, c: Cache) -> _Launch:
+def _of_ring(store: Store, number: int, c: Cache) -> _Launch:
     """The launch for the tokens of the ring. Codes and parameters are not read."""
     numbers = ring_half(c)
     memory = [store.ring] * 5

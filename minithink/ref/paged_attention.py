@@ -11,7 +11,10 @@ from minithink.ref.decode_attention import decode_attention, group_reduce
 
 
 class Reading(Protocol):
-    """A store's keys and values, to be read (`minithink/kv/reading.py`). The kernel uses its pages directly."""
+    """A store's keys and values, to be read (`minithink/kv/reading.py`).
+
+    The kernel uses its pages directly: the protocols in `kernels/_layout.py` say which attributes it reads.
+    """
 
     def valid(self, layer: int) -> Tensor | None:
         """The columns that hold a token: bool [N, Hkv or 1, S]; None: all columns."""
