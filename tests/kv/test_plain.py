@@ -32,7 +32,8 @@ from minithink.kv.contract import (
 )
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
-from minithink.kv.stack import Stack
+from minithink.kv.schedule import Schedule
+from minithink.kv.stack import Stack, members
 from minithink.model import Decoder, Rope
 from minithink.policies import parse
 from tests.compare import assert_close, assert_same
@@ -167,7 +168,9 @@ def test_any_text_and_any_prompt(text: str, seed: int, prompt: int, chunk: int, 
     words[close] = CLOSE
     policy = parse(text)
     if policy.protect_prompt and policy.budget is not None and policy.cap is None:
-        prompt = min(prompt, policy.budget - policy.beside)
+        keeps = [Schedule.parse(member.schedule).keep for member in members(policy)]
+        least = min([policy.budget, *(keep for keep in keeps if keep is not None)])
+        prompt = min(prompt, least - policy.beside)
     both_alone(decoder, lambda: parse(text), prompt=max(1, prompt), chunk=chunk, steps=30, text=words)
 
 
