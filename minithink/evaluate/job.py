@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from minithink.evaluate.plan import Spec
+from minithink.evaluate.plan import Spec, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,4 @@ class Job:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Job:
         """The job of a command line. Options that it does not have are at their defaults."""
-        values = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
-        if values.get("policies") is not None:
-            values["policies"] = [Spec(text, args.schedule) for text in args.policies]
-        return cls(**values)
+        return cls(**given(cls, args))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from minithink.engine import PROMPT_TOKENS
-from minithink.evaluate.plan import Spec
+from minithink.evaluate.plan import Spec, given
 from minithink.evaluate.texts import LENGTH, REFERENCE, STDLIB
 
 
@@ -37,10 +37,7 @@ class LossJob:
     @classmethod
     def of(cls, args: argparse.Namespace) -> LossJob:
         """The job of a command line. Options that it does not have are at their defaults."""
-        values = {field.name: getattr(args, field.name) for field in fields(cls) if hasattr(args, field.name)}
-        if values.get("policies") is not None:
-            values["policies"] = [Spec(text, args.schedule) for text in args.policies]
-        return cls(**values)
+        return cls(**given(cls, args))
 
     @property
     def read_length(self) -> int | None:

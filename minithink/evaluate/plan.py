@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minithink.cli.commands import finite, positive
 from minithink.errors import UsageError, quoted
@@ -65,6 +65,18 @@ class Spec:
             schedule=self.schedule if self.takes_schedule else None,
             option="--budgets",
         )
+
+
+def given(job: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a job that a command line has, by their names; policies as Specs.
+
+    Args:
+        job: a dataclass, whose fields are named as the options.
+    """
+    values = {field.name: getattr(args, field.name) for field in fields(job) if hasattr(args, field.name)}
+    if values.get("policies") is not None:
+        values["policies"] = [Spec(text, args.schedule) for text in args.policies]
+    return values
 
 
 class Cell(NamedTuple):

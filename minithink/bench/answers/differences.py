@@ -18,11 +18,9 @@ from minithink.bench.answers import pool
 from minithink.bench.answers.overall import DIFFERENCE, difference, points, shares
 from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, drawn, wanted_of
 from minithink.bench.tables.markdown import aligned
-from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError, alternatives
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.summary import FULL, budget_text
-from minithink.results import record
 
 ALL = "all"  # the families together
 HEADINGS = (
@@ -73,13 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", metavar="HASH", help="runs of these weights (default: those that the tables show)")
     add("--less", metavar="FAMILY", help="subtract what either policy does on this family, problem by problem")
     add("--same-bytes", action="store_true", help="OTHER at POLICY's bytes, on straight lines between its budgets")
-    add(
-        "--results",
-        type=location,
-        default=record.default_path("x").parent,
-        metavar="DIR",
-        help=f"where {pool.FILE} lies (default: docs/results)",
-    )
+    pool.add_results_argument(parser)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

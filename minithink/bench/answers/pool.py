@@ -19,6 +19,7 @@ sequences again, and the run is stale if an answer differs. Docstrings, comments
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import json
@@ -29,12 +30,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from minithink.cli.commands import location
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason, unwritable
 from minithink.evaluate.journal import INSTRUMENT
 from minithink.evaluate.plan import AMPLE, Cell, Spec
 from minithink.kv.contract import Policy
 from minithink.kv.stack import members
-from minithink.results import sources
+from minithink.results import record, sources
 from minithink.results.files import loads, replace, rounded, turn
 from minithink.sampling import DRAWS
 
@@ -162,6 +164,17 @@ def add(folder: Path, runs: Iterable[Run]) -> None:
             (folder / PLAIN).unlink(missing_ok=True)
     except OSError as error:
         raise unwritable("The pool", path, error, "--results") from None
+
+
+def add_results_argument(parser: argparse.ArgumentParser) -> None:
+    """The option that says which pool is meant."""
+    parser.add_argument(
+        "--results",
+        type=location,
+        default=record.default_path("x").parent,
+        metavar="DIR",
+        help=f"where {FILE} lies (default: docs/results)",
+    )
 
 
 def _newest(runs: Iterable[Run]) -> list[Run]:

@@ -19,7 +19,7 @@ from minithink.bench.answers.pool import Run, key_of, pick
 from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, wanted_of
 from minithink.bench.tables.markdown import aligned, short
 from minithink.checkpoint.weights import checkpoint_hash
-from minithink.cli.commands import INTERRUPTED, location, positive
+from minithink.cli.commands import INTERRUPTED, positive
 from minithink.engine import DTYPES, TINY
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.evaluate import journal, runner
@@ -27,7 +27,7 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
 from minithink.evaluate.plan import Cell, Spec, budgets
 from minithink.evaluate.summary import FULL, budget_text
-from minithink.results import origin, record
+from minithink.results import origin
 from minithink.tasks import families
 
 SHOWN = 10  # answers that differ, in words
@@ -64,13 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", choices=tuple(DTYPES), help="default: that of the run")
     add("--batch-size", type=positive, metavar="N", help="as in minithink.evaluate")
-    add(
-        "--results",
-        type=location,
-        default=record.default_path("x").parent,
-        metavar="DIR",
-        help=f"where {pool.FILE} lies (default: docs/results)",
-    )
+    pool.add_results_argument(parser)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -107,13 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--recheck", action="store_true", help="generate the first sequences again where kernels have changed")
     add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
-    add(
-        "--results",
-        type=location,
-        default=record.default_path("x").parent,
-        metavar="DIR",
-        help=f"where {pool.FILE} lies (default: docs/results)",
-    )
+    pool.add_results_argument(parser)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -36,7 +36,6 @@ from minithink.evaluate.paired import holm, mcnemar
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
-from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
 
 TRANSFERS: dict[str, Transfer] = collected("TRANSFERS")
@@ -61,13 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
-    add(
-        "--results",
-        type=location,
-        default=record.default_path("x").parent,
-        metavar="DIR",
-        help=f"where {pool.FILE} lies (default: docs/results)",
-    )
+    pool.add_results_argument(parser)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
