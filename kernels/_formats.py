@@ -35,7 +35,8 @@ _LARGEST_FP32 = tl.constexpr(LARGEST["fp32"])
 _LARGEST_FP16 = tl.constexpr(LARGEST["fp16"])
 _LARGEST_BF16 = tl.constexpr(LARGEST["bf16"])
 _INFINITY = tl.constexpr(float("inf"))
-_WIDEST = tl.constexpr(2.0**126)  # of asymmetric integers: max − min is still finite
+_WIDEST_FP16 = tl.constexpr(65504.0)  # of asymmetric integers with FP16 parameters: the largest minimum
+_WIDEST_FP32 = tl.constexpr(2.0**126)  # with FP32 parameters: max − min is still finite
 _ROUND = tl.constexpr(1.5 * 2**23)  # a float32 of this magnitude has no bits below the point
 _ROUND_BITS = tl.constexpr(0x4B400000)
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -261,7 +262,8 @@ def encode_group(
         scale = 0
         y = tl.div_rn(x, tensor_scale)
     elif KIND == "int":
-        x = tl.minimum(tl.maximum(x, -_WIDEST), _WIDEST)
+        WIDEST: tl.constexpr = _WIDEST_FP16 if PARAMS == "fp16" else _WIDEST_FP32
+        x = tl.minimum(tl.maximum(x, -WIDEST), WIDEST)
         lowest = tl.min(tl.where(m_valid, x, _INFINITY), AXIS, keep_dims=True)
         highest = tl.max(tl.where(m_valid, x, -_INFINITY), AXIS, keep_dims=True)
         # + 0: of −0 and +0 the device may take either as the minimum; +0 is stored.

@@ -13,7 +13,9 @@ codes of 16 bits. Here everything is computed in FP32. Chosen where the papers a
 - In a constant group, or if the scale underflows, all codes are 0 and x̂ = min. There KIVI's code divides 0 by 0.
   PM-KVQ's code bounds the scale to [1e−5, 1e5]. This code does not: at 16 bits the bound would coarsen groups with a
   range below 0.66.
-- FP16 parameters saturate at 65504. With FP32 parameters, inputs saturate at 2^126, where max − min is still finite.
+- Inputs saturate at the largest number that a minimum can be, 65504, with FP16 parameters. (A minimum and a scale of
+  65504 each would make 1,048,064 of a large number at 4 bits, and 16,769,024 at 8 bits.) With FP32 parameters they
+  saturate at 2^126, where max − min is still finite.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from minithink.quant.format import Format, Grouped, divide, divide_by, saturate,
 from minithink.quant.pack import pack, unpack
 
 PARAMS = {"fp16": torch.float16, "fp32": torch.float32}
-WIDEST = 2.0**126
+WIDEST = {"fp16": 65504.0, "fp32": 2.0**126}  # magnitudes above this one saturate, by the type of the parameters
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class IntAsymmetric(Grouped):
         return (1 << self.bits) - 1
 
     def encode(self, x: Tensor, tensor_scale: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.clamp(-WIDEST, WIDEST)
+        widest = WIDEST[self.params]
+        x = x.clamp(-widest, widest)
         lowest = x.where(valid, math.inf).amin(-1, keepdim=True)  # [..., n, 1]
         highest = x.where(valid, -math.inf).amax(-1, keepdim=True)
         lowest = lowest.where(lowest < math.inf, 0.0) + 0.0  # 0 for a group without valid elements; −0 becomes 0

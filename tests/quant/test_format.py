@@ -81,6 +81,32 @@ def test_infinity_saturates(fmt: Format) -> None:
     assert (got[x == -math.inf] < -100).all()
 
 
+LARGE = [1.0, 60000.0, 65504.0, 7e4, 1e9, 1e38, 3e38, torch.finfo(torch.float32).max, math.inf]
+
+
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.name != "fp32"], ids=str)  # which has it
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_end_of_the_range_saturates_in_order(fmt: Format, sign: int) -> None:
+    """Rows of one number each, ever larger ones: none is read as infinite, and none as less than a smaller one."""
+    x = sign * torch.tensor(LARGE)[:, None, None].expand(-1, 2, 64)
+    one = torch.ones(len(LARGE)) if fmt.by == "token" else torch.ones(len(LARGE), 1)
+    got = sign * round_trip(fmt, x, one).double()
+    assert got.isfinite().all()
+    assert (got[1:] >= got[:-1]).all()
+    assert (got[-1] > 0).all()
+
+
+@pytest.mark.parametrize("text", GROUPED)
+def test_a_group_saturates_in_order(text: str) -> None:
+    """Numbers of one group, from −∞ to ∞."""
+    up = torch.tensor([0.0, *LARGE])
+    x = torch.cat((-up.flip(0), up))[None, :16]
+    x = torch.cat((x, -x.flip(-1)))[:, None]
+    got = round_trip(parse(text), x, torch.ones(2, 1)).double()
+    assert got.isfinite().all()
+    assert (got.diff(dim=-1) >= 0).all()
+
+
 @every_format
 @given(data=st.data())
 def test_zeros_stay_zeros(fmt: Format, data: st.DataObject) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -90,7 +91,9 @@ def test_the_code_is_the_nearest_of_all(text: str, data: st.DataObject) -> None:
     """Under the scale and the minimum as stored. x − min and its quotient are rounded to float32, which can move y by
     2⁻²³ of itself: a tie may be missed by that much, and by no more."""
     fmt = family(text)
-    x = data.draw(numbers(16)).float().clamp(-WIDEST, WIDEST)
+    x = data.draw(numbers(16)).float()
+    widest = WIDEST[fmt.params]
+    x = x.clamp(-widest, widest)
     codes, params = fmt.quantize(x, ONE)
     scale, minimum = (Fraction(float(p)) for p in stored(fmt, params))
     for value, code in zip(x.tolist(), unpack(codes, fmt.bits).tolist(), strict=True):
@@ -163,17 +166,28 @@ def test_what_fp16_parameters_cannot_hold_saturates() -> None:
     x[0] = -1e9
     got = round_trip(fmt, x, ONE)
     assert_same("lowest", got[0], torch.tensor(-65504.0))
-    assert_same("highest", got[1:], torch.full((15,), 65504.0 * 254))
+    assert_close("highest", got[1:], torch.full((15,), 65504.0), atol=0, rtol=2**-10)
     wide = round_trip(family("int8:params=fp32"), x, ONE)
     assert_close("fp32", wide, x, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", ["int2", "int4", "int8"])
+@pytest.mark.parametrize("large", [7e4, 1e9, 3e38, math.inf])
+def test_large_numbers_saturate_on_both_sides(text: str, large: float) -> None:
+    """A minimum and a scale of 65504 each would make 1,048,064 of 3e38 at 4 bits, and −65504 of −3e38."""
+    fmt = family(text)
+    for value in (large, -large):
+        x = torch.full((16,), value)
+        assert_same(f"{value}", round_trip(fmt, x, ONE), torch.full((16,), math.copysign(65504.0, value)))
 
 
 def test_the_widest_range_of_fp32_parameters() -> None:
     largest = torch.finfo(torch.float32).max
     x = torch.tensor([-largest, 0.0, largest, 2.0**125] * 4)
     got = round_trip(family("int16"), x, ONE)
-    want = torch.tensor([-WIDEST, 0.0, WIDEST, 2.0**125] * 4)
-    assert_close("x", got / WIDEST, want / WIDEST, atol=1e-4)
+    widest = WIDEST["fp32"]
+    want = torch.tensor([-widest, 0.0, widest, 2.0**125] * 4)
+    assert_close("x", got / widest, want / widest, atol=1e-4)
 
 
 def test_int16_needs_fp32() -> None:
@@ -209,7 +223,7 @@ def test_shrinks_chain(data: st.DataObject) -> None:
     """16 → 2 at once is 16 → 8 → 4 → 2, in any layout; each halving adds at most half of a new step."""
     by = data.draw(st.sampled_from(["channel", "token"]))
     formats = [IntAsymmetric(bits, 16, by, "fp32") for bits in (16, 8, 4, 2)]
-    x = data.draw(numbers(2, 5, 32)).float().clamp(-WIDEST, WIDEST)
+    x = data.draw(numbers(2, 5, 32)).float().clamp(-WIDEST["fp32"], WIDEST["fp32"])
     codes, params = formats[0].quantize(x, ONE)
     direct = shrink(formats[0], formats[3], codes, params)
     rows = params.shape[:-1]
