@@ -94,6 +94,8 @@ SETTINGS = {
     "dynts": "dynts:budget=18,local=4,ratio=0.5",
     "lazy_eviction": "lazy_eviction:budget=14,window=4,alpha=0.1",
     "morphkv": "morphkv:budget=12",
+    "keydiff": "keydiff:budget=14",
+    "knorm": "knorm:budget=14",
     "h2o": "h2o:budget=14",
     "tova": "tova:budget=14",
     "scissorhands": "scissorhands:budget=14,recent=3,history=5,buffer=4",

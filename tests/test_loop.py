@@ -552,6 +552,8 @@ class SeesAll(KVManager):
         "raas:budget=16,page=3,form=official",
         "lazy_eviction:budget=14,window=4,alpha=0.05",
         "morphkv:budget=14,schedule=interval:3",
+        "keydiff:budget=14",
+        "knorm:budget=14",
         "quant:fmt=nvfp4,by=token,buffer=16",
         "kivi:bits=4,group=16,residual=16",
         "sepllm:budget=15,initial=2,separators=4,window=5",

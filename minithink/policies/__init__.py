@@ -31,7 +31,9 @@ from minithink.policies.dynts import DynTS
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.policies.full import Full
 from minithink.policies.h2o import H2O
+from minithink.policies.keydiff import KeyDiff
 from minithink.policies.kivi import Kivi
+from minithink.policies.knorm import Knorm
 from minithink.policies.lazy_eviction import LazyEviction
 from minithink.policies.morphkv import MorphKV
 from minithink.policies.options import meanings
@@ -72,6 +74,8 @@ _CLASSES: tuple[type[Policy], ...] = (
     RaaS,
     LazyEviction,
     MorphKV,
+    KeyDiff,
+    Knorm,
     Rkv,
     SkipKV,
     Seal,

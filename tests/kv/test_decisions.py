@@ -65,6 +65,8 @@ CAPTURABLE = (
     "raas",
     "lazy_eviction",
     "morphkv",
+    "keydiff",
+    "knorm",
     "sepllm",
 )
 UNDECIDED = ("full", "quant", "kivi", "seal", "snapkv")  # they decide nothing after the prompt

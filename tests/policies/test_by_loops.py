@@ -1,4 +1,4 @@
-"""H2O, TOVA and Scissorhands in a running decoder: loops over queries and keys choose the same tokens.
+"""H2O, TOVA, Scissorhands and KeyDiff in a running decoder: loops over queries and keys choose the same tokens.
 
 The loops know the keys and queries that the model has made, and what each lane held before the step. So these tests
 see which queries score, how query heads become one, and what is remembered when tokens go.
@@ -103,7 +103,21 @@ def by_scissorhands(
     return sorted({*range(protected), *last, *best(score, others, room - len(last))})
 
 
-LOOPS = {"h2o": by_h2o, "tova": by_tova, "scissorhands": by_scissorhands}
+def by_keydiff(policy: Any, heard: Listener, seq: int, at: tuple[int, int], lane: Lane, new: range, _: Any) -> Lane:
+    protected = heard.prompts[seq] if policy.protect_prompt else 0
+    if len(lane) <= policy.budget:
+        return lane
+    layer, head = at
+    keys = {p: heard.known[seq, layer][p][CONFIG.num_heads + head] for p in lane}
+    mean = sum(k / k.norm() for k in keys.values()) / len(lane)
+    score = {p: -float(k @ mean / (k.norm() * mean.norm())) for p, k in keys.items()}
+    room = policy.budget - protected
+    last = lane[len(lane) - policy.recent :]
+    others = [p for p in lane if p >= protected and p not in last]
+    return sorted({*range(protected), *last, *best(score, others, room - len(last))})
+
+
+LOOPS = {"h2o": by_h2o, "tova": by_tova, "scissorhands": by_scissorhands, "keydiff": by_keydiff}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +129,8 @@ LOOPS = {"h2o": by_h2o, "tova": by_tova, "scissorhands": by_scissorhands}
         "tova:budget=13,newest=true,protect_prompt=true",
         "scissorhands:budget=8,recent=2,history=7,buffer=3",
         "scissorhands:budget=12,recent=4,history=40,buffer=0,by=mean,protect_prompt=true",
+        "keydiff:budget=7",
+        "keydiff:budget=15,recent=2,protect_prompt=true",
     ],
 )
 @torch.inference_mode()

@@ -103,6 +103,14 @@ SMALL: dict[str, tuple[str, ...]] = {
         "morphkv:budget=12",
         "morphkv:budget=18,window=4,queries=W,fuse=sum,protect_prompt=true,schedule=interval:4",
     ),
+    "keydiff": (
+        "keydiff:budget=14",
+        "keydiff:budget=18,recent=3,protect_prompt=true,schedule=interval:4",
+    ),
+    "knorm": (
+        "knorm:budget=14",
+        "knorm:budget=18,recent=3,protect_prompt=true,schedule=interval:4",
+    ),
     "h2o": (
         "h2o:budget=18",
         "h2o:budget=11,recent=0.2,protect_prompt=false",
