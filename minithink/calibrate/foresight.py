@@ -13,13 +13,14 @@ from itertools import chain
 from typing import Any
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.checkpoint.calibration import FORESIGHT
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
-from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.datasets import Example
 from minithink.evaluate.grading import grade
 from minithink.results import record
 from minithink.results.progress import progress
@@ -30,13 +31,12 @@ from minithink.text.thinking import Stage, split_thinking
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate foresight`."""
     add_model_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--dataset",
-        default="facts",
-        help="as in minithink.evaluate; several, with commas between them (default: facts)",
+    add_dataset_arguments(
+        parser,
+        dataset="as in minithink.evaluate; several, with commas between them",
+        split="split of the dataset (default: that of minithink.evaluate)",
     )
-    add("--split", help="split of the dataset (default: that of minithink.evaluate)")
+    add = parser.add_argument
     add("--limit", type=positive, metavar="N", help="only the first N problems of each dataset")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
@@ -59,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, write the texts."""
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
-    datasets = {name: load_dataset(name, args.split, args.limit) for name in args.dataset.split(",")}
+    options = dataset_options(args)
+    datasets = {name: options.load(name, args.split, args.limit) for name in names_of(args)}
     engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
     path = (args.output or engine.loaded.home.calibration) / FORESIGHT
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "split": args.split,
         "limit": args.limit,
         "problems": hash_of(examples),
+        **dataset_options(args).settings(),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),

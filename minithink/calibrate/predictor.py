@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save
 
 from minithink.calibrate import curves
+from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
 from minithink.calibrate.quality import by_position, mean, quality
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
@@ -51,15 +52,14 @@ ALL = "all"  # a predictor that is trained on all datasets
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `calibrate predictor`."""
     add_model_arguments(parser)
+    add_dataset_arguments(
+        parser,
+        dataset="as in minithink.evaluate; several, with commas between them, take turns. Of the embedded families, "
+        "training problems are drawn",
+        split="split of the dataset, never test (default: train of the embedded families, else validation)",
+    )
     add = parser.add_argument
     recipe = Recipe()
-    add(
-        "--dataset",
-        default="facts",
-        help="as in minithink.evaluate; several, with commas between them, take turns. "
-        "Of the embedded families, training problems are drawn (default: facts)",
-    )
-    add("--split", help="split of the dataset, never test (default: train of the embedded families, else validation)")
     add("--num-prompts", type=positive, default=100, metavar="N", help="problems (default: 100)")
     add("--num-samples", type=positive, default=5, metavar="N", help="texts of each problem (default: 5)")
     add(
@@ -156,10 +156,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         need_matplotlib()
         record.check(args.plot / "picture.svg", "--plot")
-    names = args.dataset.split(",")
-    if len(set(names)) < len(names):
-        raise UsageError(f"--dataset {args.dataset} names a dataset twice.")
-    problems = problems_of(names, args.split, args.num_prompts, args.seed)
+    options = dataset_options(args)
+    problems = problems_of(names_of(args), args.split, args.num_prompts, args.seed, options)
     engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
     folder = args.output or engine.loaded.home.calibration
@@ -185,6 +183,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "split": args.split,
         "num_prompts": args.num_prompts,
         "problems": hash_of([example for _, example in problems]),
+        **options.settings(),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),

@@ -31,6 +31,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.problems import dataset_options
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import METADATA
 from minithink.cli.commands import INTERRUPTED, location
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "checkpoint": engine.loaded.home.checkpoint,
         "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")},
+        **dataset_options(args).settings(),
         **drawn,
         **machine_of(engine),
     }

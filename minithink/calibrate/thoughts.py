@@ -22,15 +22,15 @@ from typing import Any
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
-from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.datasets import Example
 from minithink.evaluate.grading import grade
-from minithink.evaluate.tune import allowed
 from minithink.kv.sizes import check_budget
 from minithink.policies import load as load_policy
 from minithink.policies import read
@@ -71,13 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_common_arguments(parser: argparse.ArgumentParser, prompts: int, file: str) -> None:
     """The options of all calibrations. prompts: the default of --num-prompts; file: the name of the result."""
     add_model_arguments(parser)
-    add = parser.add_argument
-    add(
-        "--dataset",
-        default="facts",
-        help="as in minithink.evaluate; several, with commas between them, take turns (default: facts)",
+    add_dataset_arguments(
+        parser,
+        dataset="as in minithink.evaluate; several, with commas between them, take turns",
+        split="split of the dataset, never test (default: validation)",
     )
-    add("--split", help="split of the dataset, never test (default: validation)")
+    add = parser.add_argument
     add("--num-prompts", type=positive, default=prompts, metavar="N", help=f"problems (default: {prompts})")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
     add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
@@ -182,12 +181,12 @@ def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
     Raises:
         UsageError: they are of a test split, or there are too few.
     """
-    names = args.dataset.split(",")
     split = args.split
     lists = []
-    for name in names:
-        split = allowed(name, args.split)
-        lists.append(load_dataset(name, split))
+    options = dataset_options(args)
+    for name in names_of(args):
+        examples, split = options.load_allowed(name, args.split)
+        lists.append(examples)
     turns = []
     for i in range(max(map(len, lists))):
         turns += [of[i] for of in lists if i < len(of)]
@@ -209,6 +208,7 @@ def settings_of(
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,
         "problems": hash_of(examples),
+        **dataset_options(args).settings(),
         **drawing,
         **machine_of(engine),
     }

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal
+from minithink.calibrate.problems import DatasetOptions
 from minithink.engine import Engine
 from minithink.errors import MinithinkError, UsageError, reason
-from minithink.evaluate.datasets import Example, load_dataset
+from minithink.evaluate.datasets import Example
 from minithink.evaluate.grading import grade
-from minithink.evaluate.tune import allowed
 from minithink.reread.importance import importance
 from minithink.results.files import open_to_others
 from minithink.results.progress import progress
@@ -64,20 +64,31 @@ class Trace:
             ) from None
 
 
-def problems_of(names: Sequence[str], split: str | None, count: int, seed: int) -> list[tuple[str, Example]]:
+def problems_of(
+    names: Sequence[str],
+    split: str | None,
+    count: int,
+    seed: int,
+    options: DatasetOptions | None = None,
+) -> list[tuple[str, Example]]:
     """`count` problems of several datasets in turn, each with its dataset. Of the task families, training problems
     are drawn, unless another split is asked for.
+
+    Args:
+        options: how rows are read; None: in the usual way.
 
     Raises:
         UsageError: a split is a test split, or there are too few problems.
     """
+    options = options or DatasetOptions()
     share = -(-count // len(names))
     lists = []
     for name in names:
         if name in families() and split in (None, "train"):
             lists.append(drawn(name, share, seed))
         else:
-            lists.append(load_dataset(name, allowed(name, split)))
+            examples, _ = options.load_allowed(name, split)
+            lists.append(examples)
     turns = []
     for i in range(max(map(len, lists))):
         turns += [(name, of[i]) for name, of in zip(names, lists, strict=True) if i < len(of)]

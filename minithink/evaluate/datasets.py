@@ -5,6 +5,7 @@ Files are data: JSON, CSV and parquet are read. Scripts of datasets are neither 
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import json
@@ -12,13 +13,13 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from minithink.checkpoint.hub import download
-from minithink.errors import MinithinkError, UsageError, alternatives, escaped, quoted, reason
+from minithink.errors import MinithinkError, UsageError, alternatives, escaped, listed, quoted, reason
 from minithink.evaluate.grading import CHOICES, NONE, check, grade
 from minithink.tasks import families, load_problems, search
 from minithink.tasks.answers import seems_long, short_answer
@@ -30,6 +31,8 @@ QUESTION = ("question", "problem", "prompt")  # names of fields, in the order in
 # as in its authors' code, and SVAMP's Body.
 BEFORE = {"context": "\n", "body": " "}
 ANSWER = ("answer", "expected_answer", "final_answer", "target", "solution")
+# What --fields may name, and the names of fields that are looked for without it.
+FIELDS = {"question": QUESTION, "answer": ANSWER, "id": ("id",), "group": ("group",), "grader": ("grader",)}
 LONGEST_NAME = 255  # characters of a file's name that a message shows
 FORMATS = (".jsonl", ".csv", ".json", ".parquet")
 LEVELS = {f"{search.FAMILY}:{level}": level for level in range(len(search.WORDING))}  # search in one redundancy
@@ -48,7 +51,12 @@ class Example:
 
 
 def load_dataset(
-    name: str, split: str | None = None, limit: int | None = None, *, grader: str = "exact"
+    name: str,
+    split: str | None = None,
+    limit: int | None = None,
+    *,
+    grader: str = "exact",
+    fields: Mapping[str, str] | None = None,
 ) -> list[Example]:
     r"""The examples of a dataset, in its order.
 
@@ -73,9 +81,11 @@ def load_dataset(
         limit: take only the first so many examples; None: all.
         grader: for rows of files that name none; a ready entry has its own. "none": they are not graded, and need
             no answer.
+        fields: for files and datasets of the hub: a name in FIELDS → the field that is read for it, as in
+            {"question": "problem", "answer": "solution"}; None or a name that is missing: as above.
 
     Raises:
-        UsageError: there is no such dataset, split or grader.
+        UsageError: there is no such dataset, split or grader, or the dataset has fields of its own.
         MinithinkError: a file is missing, damaged or empty, or a line lacks a field; the message names the line.
     """
     if limit is not None and limit < 1:
@@ -83,6 +93,7 @@ def load_dataset(
     if grader not in CHOICES:
         raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, CHOICES)}.")
     check_name(name)
+    check_fields(name, fields)
     if (entry := _entry(name)) is not None:
         examples = _from_entry(entry, split)
     elif name in (*families(), *LEVELS):
@@ -91,12 +102,12 @@ def load_dataset(
         if name in LEVELS:
             examples = [replace(e, question=search.reworded(e.question, LEVELS[name])) for e in examples]
     elif name.startswith("hub:"):
-        examples = _from_hub(name, split or "test", grader)
+        examples = _from_hub(name, split or "test", grader, fields)
     else:
         if split is not None:
             raise UsageError(f"{escaped(name)} is a file, which has no split {quoted(split)}: drop the split.")
         path = Path(os.path.expanduser(name))  # Path's own raises for an unknown ~user
-        examples = _from_rows(_rows([path]), path.stem, grader)
+        examples = _from_rows(_rows([path], fields), path.stem, grader)
     return examples[:limit]
 
 
@@ -109,6 +120,48 @@ def check_name(name: str) -> None:
         f"There is no dataset {quoted(name)}; {alternatives(name, known)}, files "
         f"({', '.join('*' + suffix for suffix in FORMATS)}) and hub:owner/name."
     )
+
+
+def check_fields(name: str, fields: Mapping[str, str] | None) -> None:
+    """UsageError: fields are named, and the dataset is neither a file nor another dataset of the hub."""
+    if fields and not takes_fields(name):
+        raise UsageError(
+            f"--fields names the fields of a file or of hub:owner/name, and those of {escaped(name)} are known: "
+            "leave it out."
+        )
+
+
+def takes_fields(name: str) -> bool:
+    """Whether --fields may name the fields of a dataset's rows."""
+    return name.startswith("hub:") or is_file(name)
+
+
+def add_fields_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --fields."""
+    parser.add_argument(
+        "--fields",
+        type=fields_of,
+        metavar="WHAT=FIELD,…",
+        help="of a file or hub:owner/name: the fields that hold the question, the answer, the id, the group and the "
+        "grader, as in question=problem,answer=solution (default: usual names, which docs/evaluate.md lists)",
+    )
+
+
+def fields_of(text: str) -> dict[str, str]:
+    """For argparse: "question=problem,answer=solution" → {"question": "problem", "answer": "solution"}."""
+    found = dict[str, str]()
+    for part in text.split(","):
+        what, equals, name = part.partition("=")
+        if not equals or not name.strip():
+            raise argparse.ArgumentTypeError(
+                f"{quoted(part)} names no field: write WHAT=FIELD, as in question=problem,answer=solution"
+            )
+        if what not in FIELDS:
+            raise argparse.ArgumentTypeError(f"no field is read for {quoted(what)}; {alternatives(what, FIELDS)}")
+        if what in found:
+            raise argparse.ArgumentTypeError(f"{quoted(text)} names the field of {what} twice")
+        found[what] = name
+    return found
 
 
 def is_file(name: str) -> bool:
@@ -169,30 +222,47 @@ class _Row:
     path: Path
     number: int
     unit: str  # what the number counts: line or row
+    chosen: Mapping[str, str] = field(default_factory=dict)  # of --fields: a name in FIELDS → a field
 
     def error(self, what: str) -> MinithinkError:
         return MinithinkError(f"{self.path}, {self.unit} {self.number} {what}.")
 
-    def field(self, name: str) -> Any:
-        """The value of a field, whose name may be in capitals; None: there is none."""
+    def names(self, what: str) -> tuple[str, ...]:
+        """The fields that are looked for. what: a name in FIELDS."""
+        return (self.chosen[what],) if what in self.chosen else FIELDS[what]
+
+    def key(self, name: str) -> str | None:
+        """A field's name as the row spells it, which may be in capitals; None: there is no such field."""
         if name in self.fields:
-            return self.fields[name]
+            return name
         others = (key for key in self.fields if isinstance(key, str) and key.casefold() == name.casefold())
-        return self.fields.get(next(others, name))
+        return next(others, None)
+
+    def value(self, name: str) -> Any:
+        """The value of a field; None: there is none."""
+        key = self.key(name)
+        return None if key is None else self.fields[key]
 
     def get(self, *names: str) -> str:
         """The text of the first of these fields that has one; "": none has. A whole float loses its ".0"."""
         for name in names:
-            value = self.field(name)
+            value = self.value(name)
             if value is not None and not (isinstance(value, str) and not value.strip()):
                 return self._text(name, value)
         return ""
 
+    def optional(self, what: str) -> str:
+        """The text for a name in FIELDS; "": there is none. MinithinkError: there is no field that --fields names."""
+        names = self.names(what)
+        if what in self.chosen and self.key(names[0]) is None:
+            raise self.lacks(*names)
+        return self.get(*names)
+
     def question(self) -> str:
         """The question, behind the text that it refers to. MinithinkError: there is none."""
-        question = self.need(*QUESTION)
+        question = self.need(*self.names("question"))
         for name, between in BEFORE.items():
-            if not isinstance(self.field(name), str):  # none, or the passages of a data set for retrieval
+            if not isinstance(self.value(name), str):  # none, or the passages of a data set for retrieval
                 continue
             before = self.get(name).strip()
             if before and before not in question:
@@ -201,8 +271,8 @@ class _Row:
 
     def answer(self) -> str:
         """The short answer; "": there is none. Several answers have commas between them."""
-        for name in ANSWER:
-            value = self.field(name)
+        for name in self.names("answer"):
+            value = self.value(name)
             several = value if isinstance(value, list) else [value]
             texts = [self._text(name, one) for one in several if one is not None]
             short = [short_answer(text) for text in texts if text.strip()]
@@ -230,12 +300,19 @@ class _Row:
 
     def lacks(self, *names: str) -> MinithinkError:
         """What is raised if no field of these names has a text."""
-        what = names[0] if len(names) == 1 else f"{names[0]} (no field {', '.join(names[:-1])} or {names[-1]})"
-        return self.error(f"has no {what}")
+        if len(names) == 1 and names[0] not in self.chosen.values():
+            return self.error(f"has no {names[0]}")
+        there = listed([quoted(name) for name in self.fields], 8)
+        if len(names) == 1:
+            return self.error(f"has nothing in its field {quoted(names[0])}, which --fields names; it has {there}")
+        return self.error(
+            f"has no {names[0]} (no field {', '.join(names[:-1])} or {names[-1]}; it has {there}): name the field, "
+            f"as in --fields {names[0]}=FIELD"
+        )
 
 
-def _rows(paths: Iterable[Path]) -> list[_Row]:
-    """The rows of files, at least one in each."""
+def _rows(paths: Iterable[Path], chosen: Mapping[str, str] | None = None) -> list[_Row]:
+    """The rows of files, at least one in each. chosen: as of _Row."""
     rows = []
     for path in paths:
         try:
@@ -253,7 +330,7 @@ def _rows(paths: Iterable[Path]) -> list[_Row]:
             raise MinithinkError(f"{name} cannot be read as {path.suffix.lower()[1:]}: {reason(error)}.") from None
         if not found:
             raise MinithinkError(f"{path} holds no examples.")
-        rows += found
+        rows += [replace(row, chosen=chosen or {}) for row in found]
     return rows
 
 
@@ -324,14 +401,15 @@ def _from_rows(rows: Iterable[_Row], name: str, grader: str, instruction: str = 
     examples = []
     for n, row in enumerate(rows, 1):
         question = row.question()
-        named = row.get("grader") or grader
+        named = row.optional("grader") or grader
         if named not in CHOICES:
             raise row.error(f"names the grader {quoted(named)}; {alternatives(named, CHOICES)}")
         answer = "" if named == NONE else row.answer()
         if not answer and named != NONE:
-            raise row.lacks(*ANSWER)
+            raise row.lacks(*row.names("answer"))
         message = f"{question}\n\n{instruction}" if instruction else question
-        examples.append(Example(row.get("id") or f"{name}-{n}", message, answer, named, row.get("group")))
+        id = row.optional("id") or f"{name}-{n}"
+        examples.append(Example(id, message, answer, named, row.optional("group")))
     return _distinct(examples, rows)
 
 
@@ -448,7 +526,7 @@ def _from_entry(name: str, split: str | None) -> list[Example]:
 # --- other datasets of the hub
 
 
-def _from_hub(name: str, split: str, grader: str) -> list[Example]:
+def _from_hub(name: str, split: str, grader: str, fields: Mapping[str, str] | None) -> list[Example]:
     repo, _, config = name.removeprefix("hub:").partition(":")
     if repo.count("/") != 1:
         raise UsageError(
@@ -479,7 +557,7 @@ def _from_hub(name: str, split: str, grader: str) -> list[Example]:
             f"The dataset {repo} has several files of {of}: {', '.join(wholes)}; choose by hub:{repo}:config, or "
             "download one and name it."
         )
-    rows = _rows(folder / file for file in files)
+    rows = _rows((folder / file for file in files), fields)
     return _from_rows(rows, f"{repo.partition('/')[2]}-{split}", grader, INSTRUCTION)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class Job:
     adapter: Path | None = None
     dataset: str = "facts"
     split: str | None = None
+    fields: Mapping[str, str] | None = None
     limit: int | None = None
     grader: str = "exact"
     num_samples: int = 1

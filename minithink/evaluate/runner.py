@@ -25,7 +25,7 @@ from minithink.engine import DTYPES, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
-from minithink.evaluate.datasets import Example, check_graders, load_dataset
+from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
 from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
@@ -161,6 +161,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -
         ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)",
     )
     add("--split", help=split)
+    add_fields_argument(parser)
     add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
     add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
     add("--top-p", type=finite, help="1 is off")
@@ -206,7 +207,7 @@ def evaluate(
     if mean is not None:
         cells = [cell for cell in cells if cell.policy in policies]
     refuse(job, cells, policies, folder)
-    examples = load_dataset(job.dataset, job.split, job.limit, grader=job.grader)
+    examples = load_dataset(job.dataset, job.split, job.limit, grader=job.grader, fields=job.fields)
     check_count(len(examples), job.num_samples)
     if job.needed:
         check_questions(examples)
@@ -439,6 +440,8 @@ class Evaluation:
             "keep_text": job.keep_text,
             "trace": job.trace.name if job.trace is not None else None,
         }
+        if job.fields:
+            self.settings["fields"] = job.fields
         if job.padded_budget is not None:
             self.settings |= {"padded_budget": job.padded_budget, "group": job.group}
 

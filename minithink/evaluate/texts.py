@@ -176,7 +176,13 @@ def _kept_texts(folder: Path) -> list[Text]:
     settings = run.settings
     if settings.get(INSTRUMENT) is not None or not settings.get("dataset"):
         raise UsageError(f"{escaped(folder)} holds no generated texts: give the folder of an evaluation.")
-    examples = load_dataset(settings["dataset"], settings.get("split"), settings.get("limit"), grader=NONE)
+    examples = load_dataset(
+        settings["dataset"],
+        settings.get("split"),
+        settings.get("limit"),
+        grader=NONE,
+        fields=settings.get("fields"),
+    )
     questions = {example.id: example.question for example in examples}
     texts = []
     for record in run.records:

@@ -7,7 +7,7 @@ intervals. The best combination has the highest pass@1; of equals, the one that 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     fields = [field for field, _ in args.grid]
     if twice := next((field for field in fields if fields.count(field) > 1), None):
         raise UsageError(f"--grid names {twice} twice: put all of its values behind one.")
-    args.split = allowed(args.dataset, args.split, args.limit)
+    args.split = allowed(args.dataset, args.split, args.limit, args.fields)
     points = grid(args.policy, args.grid)
     args.policies = list(points)
     args.budgets = args.budget
@@ -112,8 +112,16 @@ def grid(policy: str, fields: Sequence[tuple[str, Sequence[str]]]) -> dict[str, 
     return points
 
 
-def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | None:
+def allowed(
+    dataset: str,
+    split: str | None,
+    limit: int | None = None,
+    fields: Mapping[str, str] | None = None,
+) -> str | None:
     """The split on which hyperparameters may be chosen.
+
+    Args:
+        dataset, split, limit, fields: as of `load_dataset`.
 
     Raises:
         UsageError: it is a test split, or holds problems of an embedded test split.
@@ -129,7 +137,9 @@ def allowed(dataset: str, split: str | None, limit: int | None = None) -> str | 
         raise UsageError(f"Nothing is ever tuned on the split {quoted(split)}: give --split {' or '.join(SPLITS)}.")
     problems = chain.from_iterable(load_problems("test", family) for family in families())
     tests = {_words(problem.question) for problem in problems}
-    if found := sum(_words(example.question) in tests for example in load_dataset(dataset, split, limit)):
+    examples = load_dataset(dataset, split, limit, grader=NONE, fields=fields)
+    found = sum(_words(example.question) in tests for example in examples)
+    if found:
         raise UsageError(
             f"{dataset} holds {found} problems of an embedded test split: nothing is ever tuned on these."
         )

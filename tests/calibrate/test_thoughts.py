@@ -181,7 +181,7 @@ def test_two_types_have_a_file_of_their_own(model: Path, problems: Path, tmp_pat
 
 
 def test_datasets_take_turns() -> None:
-    args = argparse.Namespace(dataset="facts,ledger", split=None, num_prompts=5)
+    args = argparse.Namespace(dataset="facts,ledger", split=None, fields=None, num_prompts=5)
     examples, split = thoughts.load_examples(args)
     facts, ledger = (load_problems("validation", family) for family in ("facts", "ledger"))
     assert split == "validation"
@@ -193,7 +193,7 @@ def test_what_ships_is_of_the_weights_and_of_the_problems_that_ship(name: str) -
     shipped = json.loads((TINY / f"{name}.json").read_text(encoding="utf-8"))
     settings = shipped["settings"]
     assert shipped["checkpoint"] == settings["checkpoint"] == checkpoint_hash(TINY)
-    examples, split = thoughts.load_examples(argparse.Namespace(**settings))
+    examples, split = thoughts.load_examples(argparse.Namespace(fields=None, **settings))
     assert (split, settings["problems"]) == ("validation", thoughts.hash_of(examples))
     assert settings["dataset"].split(",") == families()
 
@@ -349,3 +349,26 @@ def test_what_cannot_be_written_at_the_end_keeps_the_journal(
         assert main(options(model, problems, output=tmp_path, num_prompts=2, compare=0)) == 1
     assert "no space left" in capsys.readouterr().err
     assert calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0, resume=True)["complete"]
+
+
+# Datasets ---------------------------------------------------------------------------------------------------------
+
+
+def test_fields_of_files_may_be_named(model: Path, problems: Path, calibrated: Path, tmp_path: Path) -> None:
+    """With --fields, renamed problems are the same problems."""
+    path = tmp_path / problems.name
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    renamed = [{"id": row["id"], "text": row["question"], "label": row["answer"]} for row in rows]
+    path.write_text("\n".join(map(json.dumps, renamed)))
+    values = calibrate(model, path, output=tmp_path / "out", fields="question=text,answer=label")
+    usual = json.loads((calibrated / "thoughts.json").read_text())
+    assert values["settings"]["fields"] == {"question": "text", "answer": "label"}
+    assert values["settings"]["problems"] == usual["settings"]["problems"]
+    assert values["measurements"] == usual["measurements"]
+    assert "fields" not in usual["settings"]
+
+
+@pytest.mark.parametrize("command", ["thoughts", "steering", "predictor", "foresight"])
+def test_fields_belong_to_some_dataset(command: str, capsys: Capture) -> None:
+    assert main([command, "--dataset", "facts,ledger", "--fields", "question=text"]) == 2
+    assert "those of facts are known: leave it out" in capsys.readouterr().err

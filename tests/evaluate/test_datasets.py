@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,7 +22,15 @@ from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import datasets
-from minithink.evaluate.datasets import CHOOSE, ENTRIES, INSTRUCTION, Example, check_graders, load_dataset
+from minithink.evaluate.datasets import (
+    CHOOSE,
+    ENTRIES,
+    INSTRUCTION,
+    Example,
+    check_graders,
+    fields_of,
+    load_dataset,
+)
 from minithink.evaluate.grading import GRADERS, grade
 from minithink.tasks import BINS, SPLITS, families, load_problems, search
 from minithink.tasks.answers import short_answer
@@ -413,16 +423,18 @@ class Client:
     def __init__(self, endpoint: str, home: Path) -> None:
         self.env = {"PATH": os.environ["PATH"], "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HOME": str(home)}
 
-    def load(self, *names: str, **env: str) -> list[Any]:
+    def load(self, *names: str, fields: dict[str, str] | None = None, **env: str) -> list[Any]:
         """For each name (or `name@split`) the examples' ids, questions and answers, or the error."""
         code = (
             "import json, sys\nfrom minithink.errors import MinithinkError\n"
             "from minithink.evaluate.datasets import load_dataset\n"
-            "for name in sys.argv[1:]:\n"
-            "    try: print(json.dumps([(e.id, e.question, e.answer) for e in load_dataset(*name.split('@'))]))\n"
-            "    except MinithinkError as e: print(json.dumps(str(e)))"
+            "fields = json.loads(sys.argv[1])\n"
+            "for name in sys.argv[2:]:\n"
+            "    try: examples = load_dataset(*name.split('@'), fields=fields)\n"
+            "    except MinithinkError as e: print(json.dumps(str(e)))\n"
+            "    else: print(json.dumps([(e.id, e.question, e.answer) for e in examples]))"
         )
-        args = [sys.executable, "-c", code, *names]
+        args = [sys.executable, "-c", code, json.dumps(fields), *names]
         path = {"PYTHONPATH": os.environ["PYTHONPATH"]} if "PYTHONPATH" in os.environ else {}
         env = self.env | path | env
         done = subprocess.run(args, capture_output=True, text=True, env=env, cwd=ROOT, timeout=60)
@@ -497,6 +509,85 @@ def test_refusals_of_a_hub(server, tmp_path):
     (sentence,) = Client(server.endpoint, tmp_path / "empty").load("MATH-500", HF_HUB_OFFLINE="1")
     assert "The dataset HuggingFaceH4/MATH-500" in sentence
     assert "HF_HUB_OFFLINE" in sentence
+
+
+# Rows of a math dataset: the question and the answer have names that are found without --fields, too, but others are
+# meant.
+OWN = [
+    {"uid": "a", "prompt": "no", "statement": "1?", "answer": "no", "result": r"So \boxed{1}.", "topic": "sums"},
+    {"uid": "b", "prompt": "no", "statement": "2?", "answer": "no", "result": 2, "topic": None},
+]
+FIELDS = {"question": "statement", "answer": "result", "id": "uid", "group": "topic"}
+
+
+def write_rows(path: Path) -> Path:
+    if path.suffix == ".parquet":
+        write_parquet(path, [{**row, "result": str(row["result"])} for row in OWN])
+    else:
+        path.write_text("\n".join(json.dumps(row) for row in OWN))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", pytest.param(".parquet", marks=needs_pyarrow)])
+def test_fields_may_be_named(tmp_path, suffix):
+    path = write_rows(tmp_path / f"p{suffix}")
+    assert load_dataset(str(path), fields=FIELDS) == [
+        Example("a", "1?", "1", "exact", "sums"),
+        Example("b", "2?", "2", "exact"),
+    ]
+    only = load_dataset(str(path), fields={"question": "Statement", "id": "UID"})  # capitals do not matter
+    assert [(e.id, e.question, e.answer) for e in only] == [("a", "1?", "no"), ("b", "2?", "no")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "mentions"),
+    [
+        ({"question": "problem"}, ["line 1 has nothing in its field 'problem', which --fields names", "'statement'"]),
+        ({"answer": "solution"}, ["'solution'", "'result'"]),
+        ({"id": "name"}, ["'name'", "'uid'"]),
+        ({"group": "level"}, ["'level'", "'topic'"]),
+        ({"grader": "checker"}, ["'checker'"]),
+    ],
+)
+def test_a_named_field_must_be_there(tmp_path, fields, mentions):
+    path = write_rows(tmp_path / "p.jsonl")
+    with pytest.raises(MinithinkError) as caught:
+        load_dataset(str(path), fields=fields)
+    for mention in mentions:
+        assert mention in str(caught.value)
+
+
+def test_a_row_without_a_question_says_how_to_name_its_field(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"text": "1?", "label": "1"}))
+    refused(path, "it has 'text', 'label'", "--fields question=FIELD")
+
+
+@pytest.mark.parametrize("name", ["facts", "search:2", "MATH-500"])
+def test_fields_of_a_known_dataset_cannot_be_named(name):
+    with pytest.raises(UsageError, match=f"those of {name} are known"):
+        load_dataset(name, fields=FIELDS)
+
+
+def test_how_fields_are_written():
+    assert fields_of("question=problem,answer=solution") == {"question": "problem", "answer": "solution"}
+    assert fields_of("id=a=b") == {"id": "a=b"}
+    for text, said in [
+        ("question", "write WHAT=FIELD"),
+        ("question=", "write WHAT=FIELD"),
+        ("", "write WHAT=FIELD"),
+        ("question=a,", "write WHAT=FIELD"),
+        ("questions=a", "did you mean question?"),
+        ("answer=a,answer=b", "twice"),
+    ]:
+        with pytest.raises(argparse.ArgumentTypeError, match=re.escape(said)):
+            fields_of(text)
+
+
+def test_fields_of_a_dataset_of_the_hub_may_be_named(server, tmp_path):
+    endpoint = Client(server.endpoint, tmp_path)
+    [examples] = endpoint.load("hub:some/plain", fields={"question": "answer"})
+    assert examples == [["plain-test-1", f"1\n\n{INSTRUCTION}", "1"]]
 
 
 def test_problems_without_answers_need_the_grader_none(tmp_path):

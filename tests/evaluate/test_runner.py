@@ -974,6 +974,28 @@ def test_problems_without_answers(
     assert capsys.readouterr().out.splitlines()[:5] == said.out.splitlines()[:5]
 
 
+def test_named_fields_are_read_and_recorded(
+    model: Path, tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--fields; a resumed run without it reads other problems, and is refused."""
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "b", "problem": "Who sits?", "solution": "1"}\n')
+    out = tmp_path / "out"
+    assert main(options(model, path, out)) == 0
+    capsys.readouterr()
+    assert main(options(model, path, out, fields="question=problem,answer=solution", resume=True)) == 2
+    assert "fields" in capsys.readouterr().err
+    rows = evaluate(model, path, tmp_path / "new", fields="question=problem,answer=solution")
+    [row] = rows.values()
+    assert row["prompt_tokens"] == len(load(model, device="cpu").prompt_ids("Who sits?"))
+    settings = json.loads((tmp_path / "new" / "config.json").read_text())["settings"]
+    assert settings["fields"] == {"question": "problem", "answer": "solution"}
+    assert main(options(model, path, tmp_path / "x", fields="quest=problem")) == 2
+    assert "did you mean question?" in capsys.readouterr().err
+    assert main(options(model, "facts", tmp_path / "x", fields="question=problem")) == 2
+    assert "those of facts are known" in capsys.readouterr().err
+
+
 def test_without_matplotlib_there_is_a_summary(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
