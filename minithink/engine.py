@@ -26,6 +26,7 @@ from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.generation import DRAWING, GenerationConfig
+from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, Shape
 from minithink.kv.manager import bytes_for
 from minithink.kv.plain import most_bytes
@@ -202,7 +203,7 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         policy: str | Policy | None = None,
-        budget: int | None = None,
+        budget: int | str | None = None,
         schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
         stop_loops: bool = False,
@@ -218,7 +219,8 @@ class Engine:
             max_new_tokens: of each sequence; None: as many as fit into the context and 80 % of the free memory.
             policy: decides what stays in the KV cache: a text such as "window:budget=256" or a Policy; None:
                 everything stays.
-            budget: tokens that a policy may keep: its hyperparameter of that name.
+            budget: tokens that a policy may keep: its hyperparameter of that name. Or bytes of keys and values that a
+                sequence may have, such as "2MiB", which are made tokens (`kv/sizes.py`).
 
         Returns:
             A Result for every sequence: prompts in their order, the samples of a prompt one after the other.
@@ -272,7 +274,7 @@ class Engine:
         chat: bool | None = None,
         system: str | None = None,
         policy: str | Policy | None = None,
-        budget: int | None = None,
+        budget: int | str | None = None,
         schedule: str | None = None,
         stop: str | int | Sequence[str | int] = (),
         stop_loops: bool = False,
@@ -296,7 +298,8 @@ class Engine:
             system: system message of the chat.
             policy: decides what stays in the KV cache: a text such as "window:budget=256" (see `minithink.policies`)
                 or a Policy; None: everything stays, in one plain buffer a sequence.
-            budget: tokens that a policy may keep: its hyperparameter of that name.
+            budget: tokens that a policy may keep: its hyperparameter of that name. Or bytes of keys and values that a
+                sequence may have, such as "2MiB", which are made tokens (`kv/sizes.py`).
             schedule: when the policy evicts: every, interval:n, sawtooth:B/k or share:r/l.
             stop: token ids and texts that end a sequence, beside the checkpoint's own. A stream may show the
                 beginning of such a text, a result does not.
@@ -350,7 +353,7 @@ class Engine:
         self,
         texts: Prompt | Sequence[Prompt],
         policy: str | Policy | None = None,
-        budget: int | float | None = None,
+        budget: int | float | str | None = None,
         prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         **options: Any,
     ) -> list[Loss]:
@@ -372,7 +375,7 @@ class Engine:
         self,
         texts: Prompt | Sequence[Prompt],
         policy: str | Policy | None = None,
-        budget: int | float | None = None,
+        budget: int | float | str | None = None,
         prompt_tokens: int | Sequence[int] = PROMPT_TOKENS,
         *,
         schedule: str | None = None,
@@ -389,7 +392,8 @@ class Engine:
         Args:
             texts: a text, several texts, or several lists of token ids. There is no chat template.
             policy: as in `stream`; None: everything stays.
-            budget: tokens that the policy may keep, or below 1 a share of each text's length, the prompt included.
+            budget: tokens that the policy may keep, or below 1 a share of each text's length, the prompt included; or
+                bytes, as in `stream`.
             prompt_tokens: the first tokens of every text are its prompt; or a number for each text.
             schedule, batch_size, fixed, cache: as in `stream`.
 
@@ -463,13 +467,15 @@ class Engine:
                 sequences.append(track)
         return sequences
 
-    def _policy(self, policy: str | Policy | None, budget: int | None, schedule: str | None) -> Policy | None:
+    def _policy(self, policy: str | Policy | None, budget: int | str | None, schedule: str | None) -> Policy | None:
         """A new policy for one call: its state belongs to one stream. None: there is no policy."""
         if policy is None:
             _refuse_without_policy(budget, schedule)
             return None
         if isinstance(policy, str):
-            return self.bind(parse(load_installed(policy), budget=budget, schedule=schedule))
+            load_installed(policy)
+            size = ByteSize.given(budget)
+            return self.bind(parse(policy, budget=size, schedule=schedule, tokens_of=self.loaded.tokens_of))
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
                 raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
@@ -692,7 +698,7 @@ def check_text(name: str, tokens: int, prompt_tokens: int, context: int) -> None
         raise UsageError(f"{name} has {tokens:,} tokens and the context holds {context:,}: shorten it.")
 
 
-def share_of(budget: int | float | None, length: int) -> int | None:
+def share_of(budget: int | float | str | None, length: int) -> int | None:
     """Tokens of a budget that is a share of a text of this length, its prompt included; None: it is no share.
     UsageError: it is no number between 0 and 1."""
     if not isinstance(budget, float):
@@ -757,10 +763,10 @@ def check_count(prompts: int, samples: int) -> None:
         )
 
 
-def _refuse_without_policy(budget: int | None, schedule: str | None) -> None:
+def _refuse_without_policy(budget: int | str | None, schedule: str | None) -> None:
     """UsageError: a budget or a schedule is given, which belongs to a policy."""
     if budget is not None:
-        option, given = "budget", f"of {budget} tokens"
+        option, given = "budget", f"of {budget}" if isinstance(budget, str) else f"of {budget} tokens"
     elif schedule is not None:
         option, given = "schedule", schedule
     else:

@@ -22,7 +22,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minithink.cli.commands import SCHEDULES, Parser, exit_code, finite, integer, location, natural, positive
+from minithink.cli.commands import (
+    SCHEDULES,
+    Parser,
+    exit_code,
+    finite,
+    integer,
+    location,
+    natural,
+    positive,
+    tokens_or_bytes,
+)
 from minithink.cli.cores import MANY, Interruptions
 from minithink.cli.models import add_model_arguments
 from minithink.cli.process import INTERRUPTED
@@ -122,13 +132,20 @@ def _warn_of_nonsense(args: argparse.Namespace, prompts: list[str]) -> bool:
 
 
 def _warn_of_eviction(args: argparse.Namespace, stream: Stream) -> None:
-    """Warn if the policy keeps fewer tokens than a prompt has, and may evict a part of it."""
+    """Warn if the policy keeps fewer tokens than a prompt has, and may evict a part of it. Say how many tokens a
+    budget in bytes is."""
+    from minithink.kv.byte_size import ByteSize
     from minithink.kv.sizes import least_kept
-    from minithink.policies import parse
+    from minithink.policies import read
 
     if args.policy is None:
         return
-    least = least_kept(parse(args.policy, budget=args.budget, schedule=args.schedule))
+    written = read(args.policy)
+    policy = written.make(budget=args.budget, schedule=args.schedule, tokens_of=stream.loaded.tokens_of)
+    size = args.budget if isinstance(args.budget, ByteSize) else written.size
+    if size is not None:
+        _say(f"{stream.loaded.said_of_bytes(policy, size)}.")
+    least = least_kept(policy)
     longest = max(len(sequence.prompt) for sequence in stream.sequences)
     if least is not None and least < longest:
         _say(
@@ -452,9 +469,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--budget",
-        type=positive,
+        type=tokens_or_bytes,
         metavar="TOKENS",
-        help="how many tokens each KV head may keep under the policy, those of the prompt included",
+        help="how many tokens each KV head may keep under the policy, those of the prompt included; or the bytes of "
+        "keys and values that a sequence may have, as in 2MiB, which are made tokens",
     )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add(

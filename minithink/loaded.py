@@ -15,6 +15,9 @@ from typing import Any, Literal
 from minithink.checkpoint import calibration
 from minithink.checkpoint.adapter import Adapter, hash_of
 from minithink.errors import MinithinkError
+from minithink.kv.byte_size import ByteSize
+from minithink.kv.contract import Policy
+from minithink.kv.sizes import said_of_bytes, tokens_of_bytes
 from minithink.model import Decoder, Rope
 from minithink.text.tokenizer import Tokenizer
 
@@ -64,6 +67,14 @@ class Loaded:
         # Whether decoding steps are CUDA graphs; their caches have fixed widths.
         self.captures = decoder.backend.capturable and self.device.type == "cuda"
         self.columns: Literal["fit"] | None = "fit" if self.captures else None
+
+    def tokens_of(self, policy: Policy, size: ByteSize) -> int:
+        """The tokens that so many bytes hold with this model under a policy. UsageError: they hold none."""
+        return tokens_of_bytes(policy, size, config=self.config, dtype=self.dtype)
+
+    def said_of_bytes(self, policy: Policy, size: ByteSize) -> str:
+        """What a budget in bytes comes to, in words. policy: with the budget in tokens."""
+        return said_of_bytes(policy, size, config=self.config, dtype=self.dtype)
 
     # -- what policies may learn (`kv.contract.Model`)
 

@@ -33,6 +33,7 @@ ALLOWED = {
     "minithink.kernels": ("minithink.kernels",),
     "minithink.policies": (
         "minithink.policies",
+        "minithink.kv.byte_size",
         "minithink.kv.contract",
         "minithink.kv.policy_errors",
         "minithink.kv.schedule",

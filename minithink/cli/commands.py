@@ -19,6 +19,7 @@ from minithink import __version__
 from minithink.cli.cores import wait_briefly
 from minithink.cli.process import INTERRUPTED, Signals, Stopped, open_streams
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted
+from minithink.kv.byte_size import ByteSize, looks_like_bytes
 
 SCHEDULES = (  # values of --schedule, as its help explains them
     "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
@@ -240,6 +241,16 @@ def _whole(text: str, least: int, what: str) -> int:
     if value > LARGEST:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is too large: give at most {LARGEST:,}")
     return value
+
+
+def tokens_or_bytes(text: str) -> int | ByteSize:
+    """For argparse: a budget in whole tokens, or in bytes such as 2MiB."""
+    if not looks_like_bytes(text):
+        return positive(text)
+    try:
+        return ByteSize(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def finite(text: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minithink.evaluate.plan import Spec, given
+from minithink.kv.byte_size import ByteSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class Job:
     """The options of `minithink.evaluate`, but for where the results go. None: what the option's help says."""
 
     policies: Sequence[Spec] | None = None
-    budgets: Sequence[int | float] = ()
+    budgets: Sequence[int | float | ByteSize] = ()
     schedule: str | None = None  # of --schedule; each Spec has it, too
     reference_length: int | None = None
     model: str = "tiny"

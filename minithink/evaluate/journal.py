@@ -23,6 +23,7 @@ from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason
+from minithink.kv.byte_size import ByteSize
 from minithink.results import files
 from minithink.results.files import dumps, read_bytes, replace
 
@@ -30,6 +31,7 @@ CONFIG = "config.json"
 FULL = "full"  # the policy that keeps everything: what the others are compared with
 INSTRUMENT = "instrument"  # the setting that says what a run measures, if it is not answers
 SOURCES = "sources"  # the setting with the hashes of the policies' code, by policy
+BYTES = "tokens_of_bytes"  # the setting that says what budgets in bytes come to: policy → budget → tokens
 MOST = 2**63  # numbers of a record are below
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
 MAY_DIFFER = {
@@ -50,6 +52,7 @@ COMPARED = (
     "keep_text",
     "model",
     SOURCES,
+    BYTES,
     *MAY_DIFFER,
 )
 
@@ -69,7 +72,7 @@ class Key(NamedTuple):
     """Which sequence a record is about; there is one record of each."""
 
     policy: str
-    budget: int | float | None
+    budget: int | float | ByteSize | None
     id: str
     sample: int
 
@@ -87,7 +90,8 @@ class Record:
     """
 
     policy: str  # as on the command line
-    budget: int | float | None  # tokens; below 1: a share of what the full cache generates; None: the policy has none
+    # Tokens; below 1: a share of what the full cache generates; as a text: bytes; None: the policy has none.
+    budget: int | float | ByteSize | None
     id: str  # of the problem
     sample: int  # from 0
     group: str  # of problems: a family, a length bin, a subject; "": the dataset has no groups
@@ -106,7 +110,7 @@ class Record:
     seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated; None: it was not kept
-    budget_tokens: int | None = None  # of this sequence alone, as a share comes to; None: the policy's budget holds
+    budget_tokens: int | None = None  # what a share or bytes come to for this sequence; None: `budget` is the tokens
     looped: float | None = None  # 1: it was cut off in a loop, see looped.py; 0: it was not
     recall: float | None = None  # share of the tokens that full attention looks at most, see recall.py
     needed_kept: float | None = None  # share of what statements need that is held as they begin, see needed.py
@@ -131,7 +135,9 @@ class Record:
         for name in ("policy", "group"):  # which tables name
             if any("\ud800" <= c <= "\udfff" for c in getattr(self, name)):
                 raise ValueError(f"{name} is {quoted(getattr(self, name))}, which holds half a character")
-        if self.budget is not None and not (self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1):
+        if isinstance(self.budget, (int, float)) and not (
+            self.budget >= 1 if type(self.budget) is int else 0 < self.budget < 1
+        ):
             raise ValueError(
                 f"budget is {quoted(self.budget)}, and it must be whole tokens or a share between 0 and 1"
             )
@@ -164,7 +170,13 @@ class Record:
             raise ValueError(f"the field {quoted(unknown[0])} is unknown")
         if missing := [name for name in _KINDS if name not in values and name not in _OPTIONAL]:
             raise ValueError(f"the field {missing[0]!r} is missing")
-        return cls(**{"right": None, **values})
+        budget = values["budget"]
+        if type(budget) is str:
+            try:
+                budget = ByteSize(budget)
+            except ValueError as error:
+                raise ValueError(f"budget: {error}") from None
+        return cls(**{"right": None, **values, "budget": budget})
 
 
 _KINDS = {}
@@ -177,6 +189,7 @@ _WORDS = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    ByteSize: "bytes as a text",
     dict: "an object",
     list: "a list",
     NoneType: "null",
@@ -539,13 +552,16 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
-    """TypeError: the policies, the budgets or the dataset are of another type. They may be missing."""
-    for name, kinds in (("policies", (str,)), ("budgets", (int, float))):
+    """TypeError, ValueError: the policies, the budgets or the dataset are of another type. They may be missing."""
+    for name, kinds in (("policies", (str,)), ("budgets", (int, float, str))):
         listed = settings.get(name) or []
         if not isinstance(listed, list) or not all(type(value) in kinds for value in listed):
             raise TypeError(f"{name} is {quoted(listed)}")
         if any(isinstance(value, (int, float)) and not 0 < value < MOST for value in listed):
             raise TypeError(f"{name} is {quoted(listed)}")
+    for budget in settings.get("budgets") or []:
+        if isinstance(budget, str):
+            ByteSize(budget)
     for name in ("dataset", "split"):
         value = settings.get(name)
         if value is not None and (not isinstance(value, str) or any("\ud800" <= c <= "\udfff" for c in value)):

@@ -22,11 +22,20 @@ from minithink.cli.models import add_model_arguments, model_name
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_plots, loss_summary
-from minithink.evaluate.journal import INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of, starts_of
+from minithink.evaluate.journal import BYTES, INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of, starts_of
 from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
-from minithink.evaluate.plan import Cell, Spec, budgets, plan
+from minithink.evaluate.plan import (
+    Cell,
+    Spec,
+    budgets,
+    check_bytes,
+    known,
+    plan,
+    said_of_bytes,
+    tokens_by_bytes,
+)
 from minithink.evaluate.ranks import refuse_ranks
 from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
 from minithink.evaluate.summary import FULL
@@ -78,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=budgets,
         default=[],
         metavar="N,N,…",
-        help="for the policies that take one and do not name it: tokens that a KV head holds (256,512), or shares of "
-        "each text's length, its prompt included (0.25,0.5)",
+        help="for the policies that take one and do not name it: tokens that a KV head holds (256,512), shares of "
+        "each text's length, its prompt included (0.25,0.5), or bytes of keys and values (512KiB,2MiB)",
     )
     add(
         "--answers",
@@ -177,12 +186,16 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
             f"--length is {length:,} tokens, and the model's context holds {engine.config.max_position:,}: give "
             "at most as many."
         )
+    cells = known(cells, engine.loaded.tokens_of)
     calibration = calibrations(engine, cells)
     reading = Reading(engine, texts, job, cells)
     reading.check(cells)
     settings = reading.settings
     if calibration:
         settings["calibration"] = calibration
+    by_bytes = tokens_by_bytes(cells)
+    if by_bytes:
+        settings[BYTES] = by_bytes
     total = len(cells) * len(texts)
     about = {
         "command": command,
@@ -194,7 +207,8 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
     }
     with Journal(folder, settings, resume=resume, allow=FREE, about=about) as journal:
         said = about_before(journal, resume, total, "read")
-        for note in [*journal.notes, *sorted(engine.cautions), *said]:
+        in_bytes = said_of_bytes(cells, engine.loaded.said_of_bytes)
+        for note in [*journal.notes, *sorted(engine.cautions), *in_bytes, *said]:
             _say(note)
         try:
             _run(reading, cells, journal)
@@ -296,6 +310,7 @@ class Reading:
     def check(self, cells: Sequence[Cell]) -> None:
         """UsageError: a budget is too small for its policy and a text."""
         for cell in cells:
+            check_bytes(cell, max(one.prompt_tokens for one in self.given))
             for text, one, tokens in zip(self.texts, self.given, self.budgets(cell), strict=True):
                 try:
                     check_budget(cell.make() if tokens is None else cell.make(tokens), one.prompt_tokens)
@@ -329,7 +344,8 @@ class Reading:
                 self.has_said_why = True
                 _say(f"{stream.diagnose()} Such texts count in no mean")
             for s, held in zip(ended, measure.take(ended), strict=True):
-                yield self._record(s, keys[s.number], held, seconds.take(s))
+                budget = cell.tokens if s.budget is None else s.budget
+                yield self._record(s, keys[s.number], held, seconds.take(s), budget)
 
     def stream(self, cell: Cell) -> Stream:
         """The stream of a cell's texts, each with its own budget."""
@@ -350,7 +366,8 @@ class Reading:
             s.budget = own[s.number]
         return stream
 
-    def _record(self, s: Track, key: Key, held: Held, seconds: float) -> Record:
+    def _record(self, s: Track, key: Key, held: Held, seconds: float, budget: int | None) -> Record:
+        """budget: tokens that a share or bytes come to."""
         before = self.given[s.number].first - len(s.prompt)  # tokens whose loss does not count
         return Record(
             policy=key.policy,
@@ -372,7 +389,7 @@ class Reading:
             evicting_steps=held.evicting_steps,
             seconds=seconds,
             text_sha=self.texts[s.number].digits,
-            budget_tokens=s.budget,
+            budget_tokens=budget,
             counts=s.counts or None,
             losses=[float(f"{loss:.9g}") for loss in s.losses[before:]],  # nine digits are enough for each float32
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from minithink.engine import PROMPT_TOKENS
 from minithink.evaluate.plan import Spec, given
 from minithink.evaluate.texts import LENGTH, REFERENCE, STDLIB
+from minithink.kv.byte_size import ByteSize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,7 @@ class LossJob:
     """The options of `evaluate loss`, but for where the results go. None: what the option's help says."""
 
     policies: Sequence[Spec] | None = None
-    budgets: Sequence[int | float] = ()
+    budgets: Sequence[int | float | ByteSize] = ()
     schedule: str | None = None  # of --schedule; each Spec has it, too
     beside_full: bool = True  # the full cache is read, too; if not, nothing is compared with it
     texts: str = STDLIB

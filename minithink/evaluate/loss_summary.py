@@ -146,7 +146,7 @@ def distance(record: Record, position: int) -> int | None:
     """How far a token is behind the budget: 0 for the first one that is foretold when a token had to go. None: it is
     not behind it, or there is no budget."""
     budget = record.budget if record.budget_tokens is None else record.budget_tokens
-    if budget is None or position <= budget:
+    if not isinstance(budget, (int, float)) or position <= budget:
         return None
     return position - int(budget) - 1
 

@@ -3,12 +3,14 @@
 A budget counts all tokens that a lane (a KV head of a layer) holds, the prompt's too. A budget that is a share means
 the prompt's tokens plus this share of the tokens that the full cache generates, on average over the problems of the
 run (or of --reference-length tokens). So each sequence has its own budget, and a run of fewer problems has others.
+A budget in bytes, such as 2MiB, is the tokens whose keys and values take these bytes with the model of the run
+(`kv/sizes.py`). They are known when the model is loaded; until then `AMPLE` stands for them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,11 +19,11 @@ from minithink.cli.commands import finite, positive
 from minithink.errors import UsageError, quoted
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import FULL, Budget
+from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
 from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget, least_kept
-from minithink.policies import Written, read
-
-AMPLE = 2**20  # tokens: stands for a share whose tokens are not known yet; no policy finds it too small
+from minithink.policies import AMPLE as AMPLE  # a share's tokens are not known at first, either
+from minithink.policies import TokensOf, Written, ample, read
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,21 @@ class Spec:
         """Likewise of --schedule."""
         return self.written.leaves_open("schedule")
 
-    def policy(self, tokens: int | None = None) -> Policy:
+    def policy(self, budget: int | ByteSize | None = None, tokens_of: TokensOf = ample) -> Policy:
         """A new policy.
 
         Args:
-            tokens: its budget, if it takes one from --budgets.
+            budget: tokens or bytes, if it takes its budget from --budgets.
+            tokens_of: how many tokens bytes hold, these or those of the text.
 
         Raises:
             UsageError: the text makes no sense, or a budget is missing or does not suit it.
         """
         return self.written.make(
-            budget=tokens if self.takes_budget else None,
+            budget=budget if self.takes_budget else None,
             schedule=self.schedule if self.takes_schedule else None,
             option="--budgets",
+            tokens_of=tokens_of,
         )
 
 
@@ -84,6 +88,7 @@ class Cell(NamedTuple):
 
     spec: Spec
     budget: Budget
+    tokens_of: TokensOf = ample  # how many tokens bytes hold, when the model is known
 
     @property
     def policy(self) -> str:
@@ -97,31 +102,47 @@ class Cell(NamedTuple):
 
     def make(self, longest: int = AMPLE) -> Policy:
         """A new policy. longest: tokens of the largest budget of any sequence, if the budget is a share."""
-        return self.spec.policy(longest if isinstance(self.budget, float) else self.budget)
+        budget = longest if isinstance(self.budget, float) else self.budget
+        return self.spec.policy(budget, self.tokens_of)
+
+    @property
+    def tokens(self) -> int | None:
+        """What a budget in bytes comes to; None: it is not in bytes."""
+        return self.make().budget if isinstance(self.budget, ByteSize) else None
 
     def __str__(self) -> str:
         if self.budget is None:
             return self.policy
+        if isinstance(self.budget, ByteSize):
+            return f"{self.policy} at {self.budget}"
         return f"{self.policy} at {self.budget:,}" + (" tokens" if isinstance(self.budget, int) else "")
 
 
-def budgets(text: str) -> list[int | float]:
-    """For argparse: "256,512", tokens, or "0.25,0.5", shares."""
-    out: list[int | float] = []
-    for part in text.split(","):
-        try:
-            budget: int | float = positive(part.strip()) if part.strip().isdigit() else finite(part.strip())
-        except argparse.ArgumentTypeError:
-            budget = 0
-        if not (budget >= 1 if isinstance(budget, int) else 0 < budget < 1):
-            raise argparse.ArgumentTypeError(
-                f"{quoted(part)} is no budget: give whole tokens from 1 on, or shares between 0 and 1"
-            )
-        out.append(budget)
-    return out
+def budgets(text: str) -> list[int | float | ByteSize]:
+    """For argparse: "256,512", tokens; "0.25,0.5", shares; or "2MiB,512KiB", bytes."""
+    return [_budget(part.strip()) for part in text.split(",")]
 
 
-def plan(policies: Sequence[Spec] | None, budgets: Sequence[int | float], schedule: str | None = None) -> list[Cell]:
+def _budget(text: str) -> int | float | ByteSize:
+    try:
+        if looks_like_bytes(text):
+            return ByteSize(text)
+        if text.isdigit():
+            return positive(text)
+        share = finite(text)
+        if 0 < share < 1:
+            return share
+    except (argparse.ArgumentTypeError, ValueError):
+        pass
+    raise argparse.ArgumentTypeError(
+        f"{quoted(text)} is no budget: give whole tokens from 1 on, shares between 0 and 1, or bytes such as "
+        f"{EXAMPLE}"
+    )
+
+
+def plan(
+    policies: Sequence[Spec] | None, budgets: Sequence[int | float | ByteSize], schedule: str | None = None
+) -> list[Cell]:
     """The cells of a run, in order. If a budget is a share, `full` goes first.
 
     Args:
@@ -143,7 +164,7 @@ def plan(policies: Sequence[Spec] | None, budgets: Sequence[int | float], schedu
         if budgets and spec.takes_budget:
             cells += [Cell(spec, budget) for budget in budgets]
         else:
-            cells.append(Cell(spec, spec.policy().budget))
+            cells.append(Cell(spec, spec.written.size or spec.policy().budget))
     for cell in cells:
         grow = _grow(cell.spec) if isinstance(cell.budget, float) else None
         if grow is not None:
@@ -213,7 +234,50 @@ def check(cells: Sequence[Cell], prompts: Sequence[int], longest: int) -> None:
     for cell in cells:
         if isinstance(cell.budget, int):
             check_budget(cell.make(), max(prompts))
+        check_bytes(cell, max(prompts))
         check_share(cell, min(prompts), longest, "at most")
+
+
+def known(cells: Sequence[Cell], tokens_of: TokensOf) -> list[Cell]:
+    """The same cells, which now know how many tokens budgets in bytes hold. UsageError: a budget holds none."""
+    found = [cell._replace(tokens_of=tokens_of) for cell in cells]
+    for cell in found:
+        cell.make()
+    return found
+
+
+def tokens_by_bytes(cells: Sequence[Cell]) -> dict[str, dict[str, int]]:
+    """What budgets in bytes come to: policy → budget → tokens. Empty: there are none."""
+    found = dict[str, dict[str, int]]()
+    for cell in cells:
+        if cell.tokens is not None:
+            found.setdefault(cell.policy, {})[str(cell.budget)] = cell.tokens
+    return found
+
+
+def said_of_bytes(cells: Sequence[Cell], said: Callable[[Policy, ByteSize], str]) -> list[str]:
+    """A sentence for each cell whose budget is in bytes. said: the sentence of a policy and its bytes."""
+    return [said(cell.make(), cell.budget) for cell in cells if isinstance(cell.budget, ByteSize)]
+
+
+def check_bytes(cell: Cell, prompt: int) -> None:
+    """Refuse bytes that come to too few tokens for a policy and a prompt.
+
+    Args:
+        prompt: tokens of the longest prompt.
+
+    Raises:
+        UsageError: the bytes come to too few tokens.
+    """
+    if cell.tokens is None:
+        return
+    try:
+        check_budget(cell.make(), prompt)
+    except UsageError as error:
+        raise UsageError(
+            f"{cell.policy}: the budget {cell.budget} comes to {cell.tokens:,} tokens; give more bytes, or tokens "
+            f"({str(error).rstrip('.')})."
+        ) from None
 
 
 def check_share(cell: Cell, prompt: int, mean: float, how: str = "on average", given: bool = False) -> None:

@@ -131,9 +131,9 @@ def draw(rows: Sequence[Row], folder: Path, title: str = "") -> list[Path]:
 
     accuracy-by-bytes.svg always; accuracy-by-budget.svg and length-by-budget.svg if a budget is in tokens;
     accuracy-by-share.svg and length-by-share.svg if a budget is a share. If nothing was graded, there are none of
-    accuracy. If recall was measured, recall-by-budget.svg
-    and recall-by-share.svg likewise; if needs were measured, needed-by-budget.svg and needed-by-share.svg. title:
-    stands above each picture.
+    accuracy. If recall was measured, recall-by-budget.svg and recall-by-share.svg likewise; if needs were measured,
+    needed-by-budget.svg and needed-by-share.svg. Budgets in bytes are in accuracy-by-bytes.svg alone. title: stands
+    above each picture.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -232,7 +232,7 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
     band. what: the value that is drawn (`_value`); rows without it are left out."""
     accuracy = what == "accuracy"
     figure, axis = figure_of([row.policy for row in rows])
-    budgets = sorted({row.budget for row in rows if row.budget is not None})
+    budgets = sorted({row.budget for row in rows if isinstance(row.budget, (int, float))})
     apart = _apart([row.policy for row in rows if row.budget is not None], budgets)
     for policy, style in styles_of([row.policy for row in rows]).items():
         found = [(row, at) for row in rows if row.policy == policy and (at := _value(row, what)) is not None]
@@ -243,7 +243,7 @@ def _by_budget(rows: Sequence[Row], what: str) -> Figure:
         errors = _errors(own) if accuracy else None
         if own[0].budget is not None:
             aside = apart.get(policy, 1.0) if accuracy else 1.0
-            x: list[Any] = [row.budget * aside for row in own if row.budget is not None]
+            x: list[Any] = [row.budget * aside for row in own if isinstance(row.budget, (int, float))]
             axis.errorbar(x, y, yerr=errors, label=label_of(policy), capsize=3, markersize=6, linewidth=1.5, **style)
             continue
         axis.axhline(

@@ -28,7 +28,7 @@ from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
-from minithink.evaluate.journal import SOURCES, Journal, Key, Record, read, settings_of, text_hash
+from minithink.evaluate.journal import BYTES, SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.meter import Held, Seconds, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.padding import charge
@@ -37,9 +37,12 @@ from minithink.evaluate.plan import (
     budgets,
     check,
     check_share,
+    known,
     plan,
     said_of_budgets,
+    said_of_bytes,
     said_of_prompts,
+    tokens_by_bytes,
     tokens_of,
 )
 from minithink.evaluate.ranks import Ranks, refuse_ranks
@@ -82,7 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for the policies that take one and do not name "
         "it: tokens that a KV head holds, the prompt's too (256,512); or shares (0.25,0.5), of what the full cache "
         "generates on average in this run, beside the prompt: then full is run first. So --limit changes these "
-        "budgets, unless --reference-length fixes them",
+        "budgets, unless --reference-length fixes them. Or bytes (512KiB,2MiB): the tokens whose keys and values "
+        "take so many bytes in all KV heads of a sequence",
     )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
     add_run_arguments(parser)
@@ -223,8 +227,10 @@ def evaluate(
     caution = engine.generation_config.caution
     if caution and not ranks.rank:
         _say(caution)
+    cells = known(cells, engine.loaded.tokens_of)
     calibration = calibrations(engine, cells)
     notes += sorted(engine.cautions)
+    notes += said_of_bytes(cells, engine.loaded.said_of_bytes)
     names = {cell.policy for cell in cells} - {*policies}  # full, where only a share needs it
     evaluation = Evaluation(engine, examples, job, [*names, *policies])
     for cell in cells:
@@ -235,6 +241,9 @@ def evaluate(
     if mean is not None:
         settings["full_tokens"] = mean
     settings[SOURCES] = {cell.policy: source_of(cell.make(), settings["backend"]) for cell in cells}
+    by_bytes = tokens_by_bytes(cells)
+    if by_bytes:
+        settings[BYTES] = by_bytes
     prompts = [len(prompt) for prompt in evaluation.prompts]
     longest = min(evaluation.drawing["max_new_tokens"], engine.config.max_position - min(prompts))
     if job.reference_length is not None:
@@ -500,7 +509,8 @@ class Evaluation:
                 shares = dict[str, float | None]()
                 for watch in watches:
                     shares |= watch.take(s)
-                yield self._record(stream, s, keys[s.number], held, seconds.take(s), shares)
+                budget = cell.tokens if s.budget is None else s.budget
+                yield self._record(stream, s, keys[s.number], held, seconds.take(s), shares, budget)
 
     def _say_why_not_finite(self, stream: Stream) -> None:
         """Say once in a run why logits were not finite. MinithinkError: a weight is not, so no answer counts."""
@@ -535,8 +545,16 @@ class Evaluation:
         return {k: v for k, v in {**about, **{n: self.settings[n] for n in names}}.items() if v is not None}
 
     def _record(
-        self, stream: Stream, s: Track, key: Key, held: Held, seconds: float, shares: Mapping[str, Any]
+        self,
+        stream: Stream,
+        s: Track,
+        key: Key,
+        held: Held,
+        seconds: float,
+        shares: Mapping[str, Any],
+        budget: int | None,
     ) -> Record:
+        """budget: tokens that a share or bytes come to."""
         tokenizer = self.engine.tokenizer
         example = self.examples[s.prompt_index]
         stopped = bool(s.tokens) and s.tokens[-1] in stream.stop_ids
@@ -570,7 +588,7 @@ class Evaluation:
             **shares,
             looped=float(s.finish_reason not in ("stop", NON_FINITE) and looped(s.tokens)),
             counts=s.counts or None,
-            budget_tokens=s.budget,
+            budget_tokens=budget,
         )
 
 

@@ -18,9 +18,10 @@ from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped, is
 from minithink.evaluate import counts
 from minithink.evaluate.intervals import CONFIDENCE, RESAMPLES, bootstrap, wilson
 from minithink.evaluate.journal import FULL, SHARES, Record, check_unique
+from minithink.kv.byte_size import ByteSize
 from minithink.results.files import dumps, replace, rounded
 
-Budget = int | float | None
+Budget = int | float | ByteSize | None
 Cell = tuple[str, Budget]  # a policy at a budget
 
 
@@ -29,7 +30,7 @@ class Row:
     """A policy at a budget, over all problems or those of one group. Shares are from 0 to 1."""
 
     policy: str
-    budget: int | float | None  # as in a Record
+    budget: Budget  # as in a Record
     group: str | None  # None: all problems
     problems: int
     samples: int  # sequences, over all problems
@@ -54,7 +55,7 @@ class Row:
     tokens_per_second: float | None  # of all sequences of one device together; None: no time was measured
     recall: float | None  # mean over the sequences for which it was measured; None: it was measured for none
     counts: dict[str, int] | None  # sums over all sequences of what the policy counts; None: it counts nothing
-    budget_tokens: float | None = None  # what a share comes to, mean over sequences; None: unknown, or no share
+    budget_tokens: float | None = None  # what a share or bytes come to, mean over sequences; None: unknown, or tokens
     looped: float | None = None  # share of the sequences that were cut off in a loop
     needed_kept: float | None = None  # these five: means, as recall; results of older versions lack them
     needed_somewhere: float | None = None
@@ -94,8 +95,8 @@ def summarize(
         records: in any order, which changes nothing.
         seed: of the resamples.
         policies: the order of the rows. Policies that it lacks follow, `full` first, the others by name.
-        budgets: the order of a policy's rows. Budgets that it lacks follow, tokens before shares, each from the
-            smallest.
+        budgets: the order of a policy's rows. Budgets that it lacks follow, tokens before shares before bytes, each
+            from the smallest.
 
     Raises:
         UsageError: two records are about one sequence.
@@ -148,9 +149,11 @@ def _by_numbers(group: str) -> list[tuple[int, str]]:
 
 
 def budget_order(budget: Budget) -> tuple[int, float]:
-    """A key that sorts budgets: none, then tokens, then shares."""
+    """A key that sorts budgets: none, then tokens, then shares, then bytes."""
     if budget is None:
         return 0, 0
+    if isinstance(budget, ByteSize):
+        return 3, budget.number
     return (1 if isinstance(budget, int) else 2), budget
 
 
@@ -289,7 +292,9 @@ def as_markdown(rows: Sequence[Row], seed: int = 0) -> str:
         "so that long ones count more, and may be above the peak. Tokens/s: all sequences of one device together."
     )
     if any(row.budget_tokens is not None for row in rows):
-        parts.append("In brackets behind a share: the tokens of the budget, prompt included, mean over sequences.")
+        parts.append(
+            "In brackets behind a share or bytes: the tokens of the budget, prompt included, mean over sequences."
+        )
     if any(row.pass_at_1 is None for row in rows):
         parts.append("A – in place of pass@1: these sequences were not graded (`--grader none`).")
     if any(row.non_finite for row in rows):
@@ -399,15 +404,17 @@ def points(difference: float) -> str:
 
 
 def budget_of(row: Row) -> str:
-    """A row's budget. Of a share the tokens follow that it comes to: "25 % (412)"."""
+    """A row's budget. The tokens follow that a share or bytes come to: "25 % (412)"."""
     tokens = "" if row.budget_tokens is None else f" ({row.budget_tokens:,.0f})"
     return budget_text(row.budget) + tokens
 
 
 def budget_text(budget: Budget) -> str:
-    """256 → "256", 0.25 → "25 %", None → "–"."""
+    """256 → "256", 0.25 → "25 %", bytes as they were given, None → "–"."""
     if budget is None:
         return "–"
+    if isinstance(budget, ByteSize):
+        return budget
     return f"{budget:,}" if isinstance(budget, int) else f"{100 * budget:g} %"
 
 

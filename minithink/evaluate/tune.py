@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=budgets,
         default=[],
         metavar="N",
-        help="of all of them: tokens, or a share, as --budgets of a run",
+        help="of all of them: tokens, a share, or bytes, as --budgets of a run",
     )
     add("--schedule", help=f"when the policy evicts: {SCHEDULES}")
     runner.add_run_arguments(

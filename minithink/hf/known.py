@@ -15,8 +15,10 @@ import torch
 from minithink.checkpoint import calibration as files
 from minithink.config import ARCHITECTURES, ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
+from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
 from minithink.policies import check_numbers, load_installed, parse
 from minithink.text.tokenizer import Tokenizer
@@ -72,6 +74,10 @@ class Known:
             )
         return files.read(folder=self.folder, name=name, model=self.folder, spoken=str(self.folder))
 
+    def tokens_of(self, policy: Policy, size: ByteSize) -> int:
+        """The tokens that so many bytes hold with this model under a policy. UsageError: they hold none."""
+        return tokens_of_bytes(policy, size, config=self.config, dtype=self.dtype)
+
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise UsageError(
@@ -93,7 +99,7 @@ class Known:
         if isinstance(policy, Policy):
             bound = copy.deepcopy(policy)
         elif isinstance(policy, str):
-            bound = parse(load_installed(policy), option="a budget")
+            bound = parse(load_installed(policy), option="a budget", tokens_of=self.tokens_of)
         elif isinstance(policy, type) and issubclass(policy, Policy):
             name = policy.__name__
             raise UsageError(f"{name} is the class of a policy: give an object, as in {name}(…).")

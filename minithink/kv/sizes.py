@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted
+from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, kept
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
@@ -69,6 +71,70 @@ def least_kept(policy: Policy) -> int | None:
     for member in members(policy):
         bounds.append(Schedule.parse(member.schedule).keep)
     return min((n for n in bounds if n is not None), default=None)
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """The payload of a token, as the ledger counts it: the codes of its key and value in all lanes."""
+
+    lanes: int  # layers × KV heads
+    widest: int  # bytes in a lane, in the largest format that the policy may store the token in
+    plain: int  # bytes in a lane, in the model's number type
+    sink: int  # the first tokens of a prompt, which stay plain
+
+    @classmethod
+    def of(cls, policy: Policy, *, config: ModelConfig, dtype: torch.dtype) -> TokenBytes:
+        """Those of a policy on a model. dtype: of the model's keys and values."""
+        storage = policy.storage
+        lay = dict(zip(storage.formats, layouts(storage, config.head_dim, dtype), strict=True))
+        return cls(
+            lanes=config.num_layers * config.num_kv_heads,
+            widest=max(lay[name].codes for name in (*storage.thoughts, *storage.also)),
+            plain=lay["plain"].codes,
+            sink=storage.sink,
+        )
+
+    def payload(self, tokens: int) -> int:
+        """Bytes of a sequence whose lanes hold so many tokens each, all in the largest format."""
+        sink = min(tokens, self.sink)
+        return self.lanes * (sink * self.plain + (tokens - sink) * self.widest)
+
+    def tokens(self, count: int) -> int:
+        """The most tokens a lane whose payload takes at most `count` bytes."""
+        of_lane = count // self.lanes
+        if of_lane <= self.sink * self.plain:
+            return of_lane // self.plain
+        return self.sink + (of_lane - self.sink * self.plain) // self.widest
+
+    def __str__(self) -> str:
+        """The payload of a token in words."""
+        return f"{self.lanes * self.widest:,} bytes: {self.lanes:,} KV heads of all layers × {self.widest:,}"
+
+
+def tokens_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtype: torch.dtype) -> int:
+    """The budget in tokens whose payload takes at most so many bytes, by the ledger's arithmetic.
+
+    The payload is that of one sequence: the codes of keys and values in all lanes. Scales, tables, buffers and what a
+    policy remembers come beside it, and so do the tokens that a policy gathers between two evictions. Where a policy
+    stores tokens in several formats, every token counts as in the largest of them.
+
+    Raises:
+        UsageError: the bytes hold no token.
+    """
+    of_token = TokenBytes.of(policy, config=config, dtype=dtype)
+    tokens = of_token.tokens(size.number)
+    if tokens < 1:
+        raise UsageError(
+            f"{policy.name}: a budget of {size} holds no token, because one takes {of_token.payload(1):,} bytes of "
+            f"keys and values in {of_token.lanes:,} KV heads: give at least {of_token.payload(1)}B."
+        )
+    return tokens
+
+
+def said_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtype: torch.dtype) -> str:
+    """What a budget in bytes comes to, in words. policy: with its budget in tokens."""
+    of_token = TokenBytes.of(policy, config=config, dtype=dtype)
+    return f"the budget {size} of {policy.name} is {policy.budget:,} tokens a KV head (a token takes {of_token})"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ A policy is a dataclass whose fields are its hyperparameters. On the command lin
     a:x=1+b                                    a stack: both at work on one cache
     a:x=1,y=2,b                                (--policies) a list: a comma before a policy's name starts the next
     mine.py:Mine:budget=256                    a policy of your own: its file and class stand for the name (`own.py`)
+    window:budget=2MiB                         a budget in bytes of keys and values, which a model makes tokens
 
 `read`, `parse` and `split` only read texts. `load` and `register` make a policy of your own known to them.
 """
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
+from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.schedule import MOST, Schedule
@@ -98,6 +101,14 @@ GROUP = "minithink.policies"  # of entry points: policies of installed packages
 _HINTS: dict[type[Policy], dict[str, Any]] = {}
 _MEMBERS = re.compile(r"\+(?!\d)")  # between the members of a stack; before a digit it is the + of 1e+5
 _Class = TypeVar("_Class", bound=type[Policy])
+# The tokens that bytes hold under a policy, which is given without its budget: `sizes.tokens_of_bytes` of a model.
+TokensOf = Callable[[Policy, ByteSize], int]
+AMPLE = 2**20  # tokens: stands for a budget whose tokens are not known yet; no policy finds it too small
+
+
+def ample(policy: Policy, size: ByteSize) -> int:
+    """Tokens that stand for bytes where no model is known yet (a TokensOf)."""
+    return AMPLE
 
 
 class _Member(NamedTuple):
@@ -120,11 +131,25 @@ class Written:
         """Whether some member has this hyperparameter and the text does not say it."""
         return any(field in _fields(member.cls) and field not in member.values for member in self.members)
 
-    def make(self, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
+    @property
+    def size(self) -> ByteSize | None:
+        """The smallest budget in bytes that the text gives; None: it gives none."""
+        sizes = [size for member in self.members if (size := _size_of(member)) is not None]
+        return min(sizes, key=lambda size: size.number, default=None)
+
+    def make(
+        self,
+        *,
+        budget: int | ByteSize | None = None,
+        schedule: str | None = None,
+        option: str = "--budget",
+        tokens_of: TokensOf | None = None,
+    ) -> Policy:
         """A new policy, or stack. Arguments and errors: as of `parse`."""
         members = [member._replace(values=dict(member.values)) for member in self.members]
+        said_budget = budget if isinstance(budget, ByteSize) else f"{quoted(budget)} tokens"
         given = (
-            ("budget", budget, f"A budget of {quoted(budget)} tokens"),
+            ("budget", budget, f"A budget of {said_budget}"),
             ("schedule", schedule, f"The schedule {quoted(schedule)}"),
         )
         for key, value, what in given:
@@ -137,8 +162,30 @@ class Written:
                 said = member.values.setdefault(key, value)
                 if said != value:
                     raise UsageError(f"{what} was given, and {member.name} says {key}={said}: drop one of them.")
-        policies = [_make(member, option) for member in members]
-        return policies[0] if len(policies) == 1 else Stack(policies)
+        tokens = dict[ByteSize, int]()
+        sizes = [size for member in members if (size := _size_of(member)) is not None]
+        if sizes and tokens_of is None:
+            raise UsageError(
+                f"The policy {brief(self.text)} has a budget of {sizes[0]}, and no model says here how many tokens "
+                "that is: give tokens."
+            )
+        if sizes and tokens_of is not None:
+            # A member of a stack stores its tokens as the stack does, so the whole is made to be asked.
+            whole = _together(members, option, dict.fromkeys(sizes, AMPLE))
+            tokens = {size: tokens_of(whole, size) for size in sizes}
+        return _together(members, option, tokens)
+
+
+def _size_of(member: _Member) -> ByteSize | None:
+    """The budget of a member, if it is in bytes."""
+    budget = member.values.get("budget")
+    return budget if isinstance(budget, ByteSize) else None
+
+
+def _together(members: Sequence[_Member], option: str, tokens: Mapping[ByteSize, int]) -> Policy:
+    """The policy, or the stack, of some members. tokens: what their budgets in bytes come to."""
+    policies = [_make(member, option, tokens) for member in members]
+    return policies[0] if len(policies) == 1 else Stack(policies)
 
 
 def register(cls: _Class) -> _Class:
@@ -258,20 +305,28 @@ def read(text: str) -> Written:
     return Written(text, tuple(found))
 
 
-def parse(text: str, *, budget: int | None = None, schedule: str | None = None, option: str = "--budget") -> Policy:
+def parse(
+    text: str,
+    *,
+    budget: int | ByteSize | None = None,
+    schedule: str | None = None,
+    option: str = "--budget",
+    tokens_of: TokensOf | None = None,
+) -> Policy:
     """The policy, or the stack, that a text describes.
 
     Args:
         text: as above.
-        budget: tokens, for every member that takes a budget (`--budget`).
+        budget: tokens or bytes, for every member that takes a budget (`--budget`).
         schedule: likewise (`--schedule`).
         option: what gives a budget, for the message that one is missing.
+        tokens_of: how many tokens a budget in bytes holds; None: there is no model that says it.
 
     Raises:
         UsageError: an unknown policy, hyperparameter, value or schedule; a budget that is missing, that no member
-            takes, or that the text contradicts.
+            takes, that the text contradicts, or whose bytes hold no token.
     """
-    return read(text).make(budget=budget, schedule=schedule, option=option)
+    return read(text).make(budget=budget, schedule=schedule, option=option, tokens_of=tokens_of)
 
 
 def _head(text: str) -> tuple[str, str | None]:
@@ -305,6 +360,9 @@ def _read(text: str) -> _Member:
                 f"The policy {name} cannot be given {key} in a text, because its type is {quoted(kind)}: only int, "
                 "float, bool, str, a Literal of texts, and each of them or None can be."
             )
+        if key == "budget" and looks_like_bytes(value.strip()):
+            values[key] = _bytes(name, value.strip())
+            continue
         try:
             values[key] = _typed(value, kind)
         except ValueError as error:
@@ -312,6 +370,16 @@ def _read(text: str) -> _Member:
                 f"The policy {name} cannot have {key}={brief(value)}: {key} is {_worded(kind)}."
             ) from error
     return _Member(name, cls, values)
+
+
+def _bytes(name: str, text: str) -> ByteSize:
+    """A budget in bytes. name: of its policy."""
+    try:
+        return ByteSize(text)
+    except ValueError:
+        raise UsageError(
+            f"The policy {name} cannot have budget={brief(text)}: give whole tokens, or bytes such as {EXAMPLE}."
+        ) from None
 
 
 def _meant(cls: type[Policy], key: str, has_value: bool) -> str:
@@ -325,8 +393,9 @@ def _meant(cls: type[Policy], key: str, has_value: bool) -> str:
 
 
 @explaining()
-def _make(member: _Member, option: str) -> Policy:
-    """The policy of these fields. Its budget, if it takes one, is a number or follows from its schedule."""
+def _make(member: _Member, option: str, tokens: Mapping[ByteSize, int]) -> Policy:
+    """The policy of these fields. Its budget, if it takes one, is a number or follows from its schedule; `tokens` has
+    the number where it is in bytes."""
     name, cls, values = member
     known = _fields(cls)
     if "schedule" in values:
@@ -341,7 +410,8 @@ def _make(member: _Member, option: str) -> Policy:
     missing = [key for key, field in known.items() if key not in values and _is_required(field)]
     if missing:
         raise UsageError(f"The policy {name} needs a value of {missing[0]}: write {name}:{missing[0]}=….")
-    policy = cls(**values)
+    size = _size_of(member)
+    policy = cls(**values) if size is None else cls(**{**values, "budget": tokens[size]})
     check_numbers(policy)
     block = policy.storage.block
     if block < 1 or block & (block - 1):

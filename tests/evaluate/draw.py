@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minithink.evaluate.journal import Record, text_hash
+from minithink.kv.byte_size import ByteSize
 
 # A newline, a line separator, quotes, non-ASCII and a lone surrogate: whatever a text may hold stays on its line.
 TEXTS = st.text(st.sampled_from('ab \n\r\u2028"\\é漢\ud800\x00'), max_size=12)
@@ -46,7 +47,7 @@ def records(draw: st.DrawFn, **fixed: Any) -> Record:
     steps = draw(number)
     drawn = {
         "policy": draw(st.sampled_from(["full", "rkv:buffer=0", "a+b", "é"])),
-        "budget": draw(st.none() | st.integers(1, 4096) | st.floats(0.01, 0.99)),
+        "budget": draw(st.none() | st.integers(1, 4096) | st.floats(0.01, 0.99) | st.just(ByteSize("2MiB"))),
         "id": draw(TEXTS),
         "sample": draw(st.integers(0, 3)),
         "group": draw(st.sampled_from(["", "long", "short"])),

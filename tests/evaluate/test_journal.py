@@ -21,6 +21,7 @@ from minithink.errors import CONTROL, MinithinkError, UsageError
 from minithink.evaluate import journal as journal_module
 from minithink.evaluate import plots, summary
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
+from minithink.kv.byte_size import ByteSize
 from minithink.results import files
 from tests.evaluate.draw import record, records, runs
 from tests.locks import before_the_lock, race
@@ -60,6 +61,7 @@ def test_a_record_is_one_line_and_comes_back(row: Record) -> None:
         ({"budget": 1.5}, "budget is 1.5"),
         ({"budget": 0.0}, "budget is 0.0"),
         ({"budget": True}, "budget is True"),
+        ({"budget": "2MiB"}, "budget is '2MiB', and it must be a whole number or a number or bytes"),
         ({"evicting_steps": 101}, "evicting_steps is 101, and there were 100 steps"),
         ({"counts": {"moved": -1}}, "counts is {'moved': -1}, and it must hold whole numbers of at least 0 by name"),
         ({"counts": {"moved": 1.5}}, "counts is {'moved': 1.5}, and it must hold whole numbers"),
@@ -70,6 +72,8 @@ def test_a_record_holds_what_it_should(changes: dict[str, object], said: str) ->
     with pytest.raises(ValueError, match="^" + said):
         record(**changes)
     assert record(seconds=1, budget=0.5).budget == 0.5, "a whole number may stand where a float may"
+    with pytest.raises(ValueError, match="budget: '2MB' is no number of bytes"):
+        Record.from_dict(json.loads(record(budget=ByteSize("2MiB")).to_json().replace("2MiB", "2MB")))
 
 
 def test_the_hash_of_a_text() -> None:

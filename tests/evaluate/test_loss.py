@@ -23,6 +23,7 @@ from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Record, read, starts_of
 from minithink.evaluate.loss_summary import BAND, distance, first_of, summarize
 from minithink.evaluate.texts import read_texts
+from minithink.kv.byte_size import ByteSize
 from minithink.stream import Stream
 from minithink.tasks.answers import boxed
 from tests.evaluate.run import QUESTIONS
@@ -124,6 +125,24 @@ def test_what_is_recorded_is_what_the_engine_says(
     out = capsys.readouterr()
     assert "| window | 40 % (" in out.out
     assert "written to" in out.err
+
+
+def test_bytes_are_the_tokens_that_they_hold(
+    model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = f"{20 * 2 * 2 * 2 * 16 * 4}B"  # tokens, layers, KV heads, key and value, channels, bytes in float32
+    assert main(words(model, folder, tmp_path / "bytes", policies="window", budgets=size)) == 0
+    out = capsys.readouterr()
+    assert f"the budget {size} of window is 20 tokens a KV head" in out.err
+    assert f"| window | {size} (20) |" in out.out
+    assert main(words(model, folder, tmp_path / "tokens", policies="window", budgets="20")) == 0
+    got = recorded(tmp_path / "bytes")
+    for key, want in recorded(tmp_path / "tokens").items():
+        if key.policy == "window":
+            mine = got[key._replace(budget=ByteSize(size))]
+            assert mine.budget_tokens == 20
+            assert replace(mine, budget=20, budget_tokens=None) == want
+    assert {distance(r, 25) for r in got.values() if r.policy == "window"} == {4}
 
 
 def test_an_interrupted_run_gives_what_a_whole_one_does(
@@ -268,6 +287,7 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_needed(model: Path, monkeypatc
         (b"a b c d " * 50, {"policies": "wndow"}, "did you mean window"),
         (b"a b c d " * 50, {"policies": "kivi"}, "None of the policies kivi leaves its budget open"),
         (b"a b c d " * 50, {"budgets": "1.5"}, "is no budget"),
+        (b"a b c d " * 50, {"budgets": "3B", "policies": "window"}, "window: a budget of 3B holds no token"),
         (
             b"a b c d " * 50,
             {"policies": "window:protect_prompt=true", "budgets": "0.05"},

@@ -11,16 +11,20 @@ from hypothesis import strategies as st
 
 from minithink.errors import UsageError
 from minithink.evaluate.plan import (
+    AMPLE,
     Cell,
     Spec,
     budgets,
     check,
     check_share,
+    known,
     plan,
     said_of_budgets,
     said_of_prompts,
+    tokens_by_bytes,
     tokens_of,
 )
+from minithink.kv.byte_size import ByteSize
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, Written, read, split, takes_budget
@@ -43,7 +47,8 @@ def test_budgets_are_tokens_or_shares() -> None:
     assert budgets("256,512") == [256, 512]
     assert budgets("0.25, 0.5,1") == [0.25, 0.5, 1]
     assert [type(x) for x in budgets("1,0.5")] == [int, float]
-    for text in ("0", "1.5", "-1", "x", "", "256,", "nan", "1.0", "inf"):
+    assert budgets("2MiB, 0.5KiB,7") == ["2MiB", "0.5KiB", 7]
+    for text in ("0", "1.5", "-1", "x", "", "256,", "nan", "1.0", "inf", "2MB", "0B", "2M"):
         with pytest.raises(argparse.ArgumentTypeError, match="is no budget"):
             budgets(text)
 
@@ -67,6 +72,24 @@ def test_full_goes_first_where_a_share_needs_it() -> None:
     assert names(plan(specs("rkv", "full"), [0.25])) == [("full", None), ("rkv", 0.25)]
     assert names(plan(None, [])) == [("full", None)]
     assert names(plan(specs("rkv", "full"), [256])) == [("rkv", 256), ("full", None)]
+
+
+def test_bytes_are_tokens_when_the_model_is_known() -> None:
+    size = ByteSize("1KiB")
+    cells = plan(specs("window", "rkv:budget=2KiB,buffer=0", "kivi"), [size, 9])
+    two = ByteSize("2KiB")
+    assert names(cells) == [("window", size), ("window", 9), ("rkv:budget=2KiB,buffer=0", two), ("kivi", None)]
+    assert [one.make().budget for one in cells] == [AMPLE, 9, AMPLE, None], "they stand for what is not known"
+    cells = known(cells, lambda policy, size: size.number // 32)
+    assert [one.make().budget for one in cells] == [32, 9, 64, None]
+    assert [one.tokens for one in cells] == [32, None, 64, None]
+    assert tokens_by_bytes(cells) == {"window": {"1KiB": 32}, "rkv:budget=2KiB,buffer=0": {"2KiB": 64}}
+    assert [str(one) for one in cells[:2]] == ["window at 1KiB", "window at 9 tokens"]
+    check([cell("window:protect_prompt=true", 33)], [31], 100)
+    with pytest.raises(UsageError, match=r"the budget 1KiB comes to 32 tokens; give more bytes, .*prompt of 32"):
+        check(known(plan(specs("window:protect_prompt=true"), [size]), cells[0].tokens_of), [32], 100)
+    with pytest.raises(UsageError, match="lets lanes grow to 64 tokens, and the budget is '1KiB'"):
+        plan(specs("window:schedule=sawtooth:64/32,budget=1KiB"), [])
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if takes_budget(POLICIES[name])])

@@ -315,6 +315,53 @@ def test_a_reference_length_fixes_what_shares_are_of(
     assert "full_tokens 21 and 22" in capsys.readouterr().err
 
 
+def test_bytes_are_the_tokens_that_they_hold(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Records, tables and --resume keep the text; what is generated is that of as many tokens."""
+    one = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, channels, bytes in float32
+    size, text = f"{12 * one}B", f"window:budget={14 * one + 1}B"
+    given = {"policies": f"window,{text}", "budgets": size}
+    words = options(model, problems, tmp_path / "bytes", **given)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 4)
+        assert main(words) == 130
+    said = f"the budget {size} of window is 12 tokens a KV head (a token takes {one} bytes: 4 KV heads of all layers"
+    assert said in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert f"| `window` | {size} (12) |" in capsys.readouterr().out
+    got = recorded(tmp_path / "bytes")
+    want = evaluate(model, problems, tmp_path / "tokens", policies="window,window:budget=14", budgets="12")
+    assert {(key.policy, key.budget) for key in got} == {("window", size), (text, f"{14 * one + 1}B")}
+    for key, r in got.items():
+        tokens = 12 if key.policy == "window" else 14
+        assert r["budget_tokens"] == tokens
+        same = {"policy": "window" if tokens == 12 else "window:budget=14", "budget": tokens, "budget_tokens": None}
+        assert {**r, **same} == want[Key(same["policy"], tokens, key.id, key.sample)]
+    settings = json.loads((tmp_path / "bytes" / "config.json").read_text())["settings"]
+    assert settings["budgets"] == [size]
+    assert settings["tokens_of_bytes"] == {"window": {size: 12}, text: {f"{14 * one + 1}B": 14}}
+    assert main(["plot", str(tmp_path / "bytes"), str(tmp_path / "tokens"), "--output-dir", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ("3B", "window: a budget of 3B holds no token, because one takes 512 bytes of keys and values in 4 KV heads"),
+        ("600B", "the budget 600B comes to 1 tokens; give more bytes, or tokens"),
+    ],
+)
+def test_too_few_bytes_are_refused(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], budgets: str, said: str
+) -> None:
+    given = {"policies": "window:protect_prompt=true", "budgets": budgets}
+    assert main(options(model, problems, tmp_path / "out", **given)) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -345,7 +345,7 @@ def test_a_share_is_named_with_what_it_comes_to() -> None:
     assert (row.budget_tokens, budget_of(row)) == (412.5, "25 % (412)")
     text = as_markdown([row])
     assert "| `a` | 25 % (412) |" in text
-    assert "In brackets behind a share: the tokens of the budget" in text
+    assert "In brackets behind a share or bytes: the tokens of the budget" in text
     [row] = summarize([record(policy="a", budget=0.25)])
     assert (row.budget_tokens, budget_of(row)) == (None, "25 %")
     assert "In brackets" not in as_markdown([row])
