@@ -2,6 +2,7 @@
 
     thoughts*.json              layers and thresholds (ThinKV)
     steering.safetensors        a vector for each layer, and which layer it is added behind (SkipKV, SEAL)
+    centers.safetensors         where the queries of each head lie before RoPE (TriAttention)
     predictor-*.safetensors     the weights of an importance predictor, with its settings as metadata (DynTS)
     foresight.json              texts of the full cache, for oracles
 
@@ -28,17 +29,21 @@ from minithink.results.files import read_bytes
 from minithink.sampling import DRAWS
 
 TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
-STEERING, FORESIGHT = "steering.safetensors", "foresight.json"
+STEERING = "steering.safetensors"
+CENTERS = "centers.safetensors"
+FORESIGHT = "foresight.json"
 COMMANDS = {  # what makes each file
     "thoughts.json": "thoughts",
     "thoughts-2.json": "thoughts --thoughts 2",
     STEERING: "steering",
+    CENTERS: "centers",
     FORESIGHT: "foresight",
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
-VECTORS = ("plain", "matched")  # tensors of a file of vectors, see `calibrate/steering.py`
+VECTORS = ("plain", "matched")  # tensors of STEERING, see `calibrate/steering.py`
+QUERIES = ("center", "norm", "omega")  # tensors of CENTERS, see `calibrate/centers.py`
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
 
 
@@ -92,7 +97,7 @@ def _content(path: Path) -> Any:
     """What a file holds. OSError, ValueError, SafetensorError: it cannot be read."""
     if path.suffix != ".safetensors":
         return json.loads(read_bytes(path).decode())
-    if path.name != STEERING:
+    if path.name not in (STEERING, CENTERS):
         return _predictor(path)
     values, tensors = vectors_of(path)
     return values | tensors if isinstance(values, dict) else {}
@@ -120,6 +125,9 @@ def identity(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     nothing of its own: its texts follow from the model, the problems and the draws (`check_draws`)."""
     if name == FORESIGHT:
         return {}
+    if name == CENTERS:
+        content = b"".join(values[x].contiguous().numpy().tobytes() for x in QUERIES)
+        return {"queries": hashlib.sha256(content).hexdigest()[:16]}
     if name == STEERING:
         content = b"".join(values[x].float().contiguous().numpy().tobytes() for x in VECTORS)
         return {"layer": values["layer"], "vectors": hashlib.sha256(content).hexdigest()[:16]}
@@ -205,6 +213,8 @@ def wrong(values: Any, name: str) -> str:
         return "it has no texts with numbers" if not fits else "" if drawn else "it does not say how texts were drawn"
     if name == STEERING:
         return _wrong_vectors(values)
+    if name == CENTERS:
+        return _wrong_centers(values)
     if name.startswith("predictor"):
         return _wrong_weights(values["weights"])
     layers = values.get("layers")
@@ -226,6 +236,31 @@ def _wrong_vectors(values: Mapping[str, Any]) -> str:
     layer = values.get("layer")
     if type(layer) is not int or not 0 <= layer < len(vectors[0]):
         return f"its layer is {quoted(layer)}, and it has vectors of {len(vectors[0])}"
+    return ""
+
+
+def _wrong_centers(values: Mapping[str, Any]) -> str:
+    """What keeps the content of a file from being the centres of queries; "": nothing."""
+    found = [x for x in map(values.get, QUERIES) if isinstance(x, Tensor)]
+    if len(found) < len(QUERIES):
+        return f"it lacks one of {', '.join(QUERIES)}"
+    center, norm, omega = found
+    bands = len(omega) if omega.ndim == 1 else 0
+    fits = center.ndim == 3 and center.shape[-1] == 2 * bands and norm.shape == (*center.shape[:2], bands)
+    if not bands or not fits:
+        shapes = [tuple(x.shape) for x in found]
+        return f"{', '.join(QUERIES)} have the shapes {shapes}, and [L, Hq, D], [L, Hq, D/2] and [D/2] are due"
+    types = [x.dtype for x in found]
+    if types != [torch.float32, torch.float32, torch.float64]:
+        said = [str(x).removeprefix("torch.") for x in types]
+        return f"{', '.join(QUERIES)} are {', '.join(said)}, and float32, float32 and float64 are due"
+    if not all(x.isfinite().all() for x in found):
+        return "some of its numbers are not finite"
+    # The mean of numbers is never longer than the mean of their lengths.
+    if (torch.hypot(*center.chunk(2, dim=-1)) > norm * (1 + 1e-4)).any():
+        return "some center is longer than its norm"
+    if (omega <= 0).any() or (omega.diff() > 0).any():
+        return "omega must be positive and fall from band to band"
     return ""
 
 

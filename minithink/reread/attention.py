@@ -19,6 +19,7 @@ QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logit
 
 See = Callable[[int, Tensor, Tensor], None]
 Tap = Callable[[int, Tensor], None]
+BeforeRope = Callable[[int, Tensor], None]
 
 
 @torch.inference_mode()
@@ -30,6 +31,7 @@ def read(
     queries: Tensor | None = None,
     at_once: int | None = None,
     tap: Tap | None = None,
+    before_rope: BeforeRope | None = None,
 ) -> None:
     """Read a text.
 
@@ -41,8 +43,10 @@ def read(
         queries: int64 [N], the positions of the queries that are shown, ascending; None: all.
         at_once: tokens of a forward pass; None: all.
         tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm.
+        before_rope: called with (layer, queries before RoPE [tokens, Hq, D]), after the norm or the bias of a model
+            that has one.
     """
-    text = _Text(loaded, len(ids), see, queries, tap)
+    text = _Text(loaded, len(ids), see, queries, tap, before_rope)
     step = at_once or len(ids)
     for start in range(0, len(ids), step):
         part = list(ids[start : start + step])
@@ -69,13 +73,22 @@ def sparsity(loaded: Loaded, ids: Sequence[int], first: int) -> Tensor:
 class _Text:
     """The keys and values of one text: an `Attention` for the decoder."""
 
-    def __init__(self, loaded: Loaded, length: int, see: See, queries: Tensor | None, tap: Tap | None) -> None:
+    def __init__(
+        self,
+        loaded: Loaded,
+        length: int,
+        see: See,
+        queries: Tensor | None,
+        tap: Tap | None,
+        before_rope: BeforeRope | None,
+    ) -> None:
         """length: tokens of the text. The others as in `read`."""
         self.config = loaded.config
         self.rope = loaded.rope
         self.ops = loaded.decoder.backend
         self.see = see
         self.told = tap
+        self.before_rope = before_rope
         self.position = torch.arange(length, device=loaded.device)
         self.queries = self.position if queries is None else queries
         shape = (self.config.num_layers, 2, self.config.num_kv_heads, length, self.config.head_dim)
@@ -93,6 +106,8 @@ class _Text:
     def attend(self, layer: int, qk: Tensor, v: Tensor) -> Tensor:
         """qk: [n, Hq + Hkv, D], unrotated, v: [n, Hkv, D] → [n, Hq, D]."""
         c = self.config
+        if self.before_rope is not None:
+            self.before_rope(layer, qk[:, : c.num_heads])
         rotated = self.ops.rope(qk, self.cos, self.sin)
         q, k = rotated.split_with_sizes((c.num_heads, c.num_kv_heads), dim=1)
         own = slice(self.start, self.end)

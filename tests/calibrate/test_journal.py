@@ -181,6 +181,7 @@ def test_of_two_calibrations_that_start_at_once_one_is_refused(tmp_path: Path) -
 COMMANDS = {
     "thoughts": f"thoughts --num-layers 2 --policy {POLICY} --budget 60 --compare 0 --num-prompts 3",
     "steering": "steering --num-prompts 3",
+    "centers": "centers --num-prompts 3",
     "foresight": "foresight --limit 3",
 }
 
@@ -229,7 +230,8 @@ def test_a_failure_leaves_nothing_in_the_checkpoints_folder(
     assert len(journal.read_text().splitlines()) == 2, "the settings and one text"
     if command != "steering":  # a random model has no thoughts to steer
         assert main([*words, "--resume"]) == 0
-        assert names_in(folder) == sorted([*before, f"{command}.json"])
+        written = "centers.safetensors" if command == "centers" else f"{command}.json"
+        assert names_in(folder) == sorted([*before, written])
         assert not journal.exists()
 
 

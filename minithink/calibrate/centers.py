@@ -1,0 +1,204 @@
+"""Measure where the queries of each head lie before RoPE: their centre and their mean lengths, for TriAttention.
+
+The model answers problems with the full cache. Its texts, prompts included, are then read again in one pass, and the
+queries before RoPE (after Qwen3's norm and Qwen2's bias) are averaged in every layer and head. RoPE turns pairs of
+channels, so a query of D channels counts as D/2 complex numbers, one a band: q_f = q[f] + i·q[f + D/2].
+
+    center   c_f = E[q_f]
+    norm     a_f = E|q_f|
+    R_f = |c_f| / a_f, from 0 to 1, says how closely the queries lie around their centre: the concentration
+
+`center` and `norm` go to the file, and with them `omega`, the angular frequency of each band.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.problems import dataset_options
+from minithink.calibrate.steering import generate
+from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
+from minithink.checkpoint.calibration import CENTERS, METADATA
+from minithink.cli.commands import INTERRUPTED, positive
+from minithink.engine import Engine, load
+from minithink.errors import UsageError, escaped, unwritable
+from minithink.evaluate.datasets import Example
+from minithink.model import rope_frequencies
+from minithink.reread.attention import read
+from minithink.results import record
+from minithink.results.files import dumps, rounded
+from minithink.results.files import replace as replace_file
+from minithink.results.progress import progress
+from minithink.sampling import SamplingParams
+
+TOKENS = 100_000  # that are read, by default
+CLOSE = 0.95  # concentration from which on a band's queries count as close together
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `calibrate centers`."""
+    add_common_arguments(parser, 100, CENTERS)
+    parser.add_argument(
+        "--tokens",
+        type=positive,
+        default=TOKENS,
+        metavar="N",
+        help=f"read texts until they have so many tokens, prompts included (default: {TOKENS})",
+    )
+
+
+def run(args: argparse.Namespace, argv: list[str]) -> int:
+    """Generate, read again, average, write."""
+    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    examples, args.split = load_examples(args)
+    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    assert engine.loaded.home is not None
+    folder = args.output or engine.loaded.home.calibration
+    path = folder / CENTERS
+    if path.exists() and not args.replace:
+        raise UsageError(
+            f"{path} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
+        )
+    drawn = drawing_of(engine, args)
+    settings = {
+        "checkpoint": engine.loaded.home.checkpoint,
+        "problems": hash_of(examples),
+        **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts", "tokens")},
+        **dataset_options(args).settings(),
+        **drawn,
+        **machine_of(engine),
+    }
+    result = record.new("centers", argv, engine.device, program="minithink.calibrate")
+    record.check(path)
+    texts = folder_of_texts(args.output, settings["checkpoint"])
+    with Journal(texts / "centers.jsonl", settings, args.resume) as journal:
+        try:
+            generate(engine, examples, drawn, journal)
+            lines = sorted(journal.lines, key=lambda line: line["prompt"])
+            tensors, measurements = measure(engine, examples, lines, args.tokens)
+        except KeyboardInterrupt:
+            _say(
+                f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
+                "command with --resume to finish the rest"
+            )
+            return INTERRUPTED
+        result |= {
+            "checkpoint": settings["checkpoint"],
+            "settings": settings,
+            "measurements": measurements,
+            "complete": True,
+        }
+        try:
+            replace_file(path, save(tensors, {METADATA: dumps(rounded(result))}))
+        except OSError as error:
+            raise unwritable("The calibration", path, error, "--output") from None
+        journal.remove()
+    for line in summary(measurements):
+        print(line)
+    _say(f"written to {path}")
+    return 0
+
+
+class Sums:
+    """Sums of queries before RoPE, and of their lengths by band, of every layer and head."""
+
+    def __init__(self, layers: int, heads: int, dim: int) -> None:
+        self.query = torch.zeros(layers, heads, dim, dtype=torch.float64)
+        self.length = torch.zeros(layers, heads, dim // 2, dtype=torch.float64)
+        self.count = [0] * layers
+
+    def add(self, layer: int, q: Tensor) -> None:
+        """q: [n, Hq, D], of any float type, on any device."""
+        q = q.double().cpu()
+        self.query[layer] += q.sum(0)
+        self.length[layer] += lengths(q).sum(0)
+        self.count[layer] += len(q)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """`center`, float32 [L, Hq, D], and `norm`, float32 [L, Hq, D/2]."""
+        count = torch.tensor(self.count, dtype=torch.float64)[:, None, None]
+        center = self.query / count
+        norm = self.length / count
+        return {"center": center.float(), "norm": norm.float()}
+
+
+def lengths(x: Tensor) -> Tensor:
+    """The absolute value of each band: [..., D] → [..., D/2]."""
+    real, imaginary = x.chunk(2, dim=-1)
+    return torch.hypot(real, imaginary)
+
+
+def measure(
+    engine: Engine, examples: Sequence[Example], lines: Sequence[Mapping[str, Any]], most: int
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of the file, and what was measured.
+
+    Args:
+        engine: the model whose texts these are.
+        examples: the problems; a line's `prompt` is an index into them.
+        lines: of the journal, one a prompt.
+        most: texts are read until they have so many tokens.
+
+    Returns:
+        `center` float32 [L, Hq, D], `norm` float32 [L, Hq, D/2] and `omega` float64 [D/2]; what the metadata say.
+    """
+    config = engine.config
+    sums = Sums(config.num_layers, config.num_heads, config.head_dim)
+    none = torch.zeros(0, dtype=torch.long, device=engine.device)  # no attention is wanted
+    right = 0
+    used = 0
+    tokens = 0
+    with progress(len(lines), 0, "reading the texts again") as advance:
+        for line in lines:
+            if tokens < most:
+                prompt = engine.prompt_ids(examples[line["prompt"]].question)
+                text = [*prompt, *line["tokens"]]
+                read(engine.loaded, text, lambda *_: None, queries=none, before_rope=sums.add)
+                right += line["right"]
+                used += 1
+                tokens += len(text)
+            advance(line["right"])
+    omega, _ = rope_frequencies(config)
+    tensors = sums.tensors() | {"omega": omega.double()}
+    about = {"prompts": used, "right": right, "tokens": tokens, **concentration(tensors)}
+    return tensors, about
+
+
+def concentration(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """How closely queries lie around their centres, in all bands, and in the strongest of each head (largest a_f).
+
+    Returns:
+        `median` and `median_of_strongest`: of R, layer by layer. `close` and `close_of_strongest`: the share of bands
+        of all layers in which R is above CLOSE.
+    """
+    norm = tensors["norm"].double()
+    r = lengths(tensors["center"].double()) / norm.clamp(min=torch.finfo(torch.float32).tiny)
+    strongest = r.gather(-1, norm.argmax(-1, keepdim=True)).squeeze(-1)  # [L, Hq]
+    return {
+        "median": r.flatten(1).median(-1).values.tolist(),
+        "median_of_strongest": strongest.median(-1).values.tolist(),
+        "close": float((r > CLOSE).double().mean()),
+        "close_of_strongest": float((strongest > CLOSE).double().mean()),
+    }
+
+
+def summary(m: Mapping[str, Any]) -> list[str]:
+    """The findings, in lines."""
+    return [
+        f"{m['prompts']} prompts, {m['right']} answered rightly, {m['tokens']:,} tokens",
+        "concentration R by layer, median of all bands: " + " ".join(f"{x:.2f}" for x in m["median"]),
+        "of the strongest band of each head: " + " ".join(f"{x:.2f}" for x in m["median_of_strongest"]),
+        f"R is above {CLOSE} in {m['close']:.1%} of the bands, and in {m['close_of_strongest']:.1%} of the strongest",
+    ]
+
+
+def _say(text: str) -> None:
+    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)
