@@ -1,5 +1,5 @@
 """The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
-`python -m minithink.evaluate plot DIR…`, `… tune …` and `… margins`."""
+`python -m minithink.evaluate paper TABLE …`, `… plot DIR…`, `… tune …`, `… margins` and `… loss …`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ DESCRIPTION = "Accuracy, length and memory of policies."
 # a first word that is none of these is an option of the run itself
 COMMANDS = {
     "loss": "minithink.evaluate.loss",
+    "paper": "minithink.evaluate.paper",
     "plot": "minithink.evaluate.plots",
     "tune": "minithink.evaluate.tune",
     "margins": "minithink.evaluate.margins",
@@ -39,7 +40,7 @@ def _run(first: str, argv: list[str]) -> int:
     parser = commands.Parser(
         prog=f"python -m {PROGRAM}",
         description=DESCRIPTION,
-        epilog=f"`python -m {PROGRAM} loss` takes the loss of texts, "
+        epilog=f"`python -m {PROGRAM} paper` runs tables of papers, `… loss` takes the loss of texts, "
         "`… plot DIR…` redraws pictures, `… tune` chooses hyperparameters, and `… margins` "
         "counts where another batch size may change a result.",
     )

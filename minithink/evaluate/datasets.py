@@ -65,6 +65,8 @@ def load_dataset(
     - an embedded family: `facts`, `ledger` or `search`. Splits: validation, test. `search:0`, `search:1` and
       `search:2` are the problems of `search`, all of them asking for this redundancy (0: little is repeated).
     - a ready entry of ENTRIES, in upper or lower case: `MATH-500`. Split: test; GSM8K has train, too.
+    - a file in place of a ready entry: `MATH-500=problems.jsonl`. A copy of the entry's own file is read as from the
+      hub. Any other is read as the next says, with INSTRUCTION put after the question, and graded as the entry.
     - a file: `problems.jsonl`, `.csv`, `.json` (a list) or `.parquet`. It has no splits. Of each row, the question is
       the first field there is of QUESTION, the answer the first of ANSWER, in upper or lower case; `id`, `group` and
       `grader` are optional. The question is the message as it is, behind the texts of BEFORE that the row has and the
@@ -94,8 +96,9 @@ def load_dataset(
         raise UsageError(f"There is no grader {quoted(grader)}; {alternatives(grader, CHOICES)}.")
     check_name(name)
     check_fields(name, fields)
-    if (entry := _entry(name)) is not None:
-        examples = _from_entry(entry, split)
+    key, file = _in_place(name)
+    if (entry := _entry(key)) is not None:
+        examples = _from_entry(entry, split, file, fields)
     elif name in (*families(), *LEVELS):
         problems = load_problems(split or "test", name.partition(":")[0])
         examples = [Example(p.id, p.question, p.answer, "exact", p.length_bin) for p in problems]
@@ -113,7 +116,8 @@ def load_dataset(
 
 def check_name(name: str) -> None:
     """UsageError: the name is not that of any dataset, file or dataset of the hub."""
-    if _entry(name) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
+    key, _ = _in_place(name)
+    if _entry(key) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
         return
     known = [*families(), *LEVELS, *ENTRIES]
     raise UsageError(
@@ -167,6 +171,14 @@ def fields_of(text: str) -> dict[str, str]:
 def is_file(name: str) -> bool:
     """Whether a dataset's name is a file's."""
     return not name.startswith("hub:") and name.lower().endswith(FORMATS)
+
+
+def _in_place(name: str) -> tuple[str, str | None]:
+    """Of ENTRY=FILE, the entry's name and the file; of any other name, the name and None."""
+    key, equals, file = name.partition("=")
+    if equals and _entry(key):
+        return key, file
+    return name, None
 
 
 def _entry(name: str) -> str | None:
@@ -431,7 +443,9 @@ class Entry:
     """A benchmark whose format is known."""
 
     repo: str  # a dataset of the hub
-    files: Mapping[str, str]  # split → file
+    files: Mapping[
+        str, str
+    ]  # split → file, or where its name is not known the word that its path has, as in "*train*"
     read: Callable[[_Row], tuple[str, str]]  # of a row: the message, the answer
     grader: str
     id: str = "id"  # the field of an example's id; if a row lacks it, examples are numbered
@@ -493,6 +507,14 @@ ENTRIES: Mapping[str, Entry] = {
         _gsm8k,
         "number",
     ),
+    # question, answer, and more; a split "train" alone (as code that reads them has it; the name of the file was not
+    # found)
+    "GK23EN": Entry(
+        "MARIO-Math-Reasoning/Gaokao2023-Math-En",
+        {"test": "*train*"},
+        _asks("question", "answer"),
+        "math",
+    ),
     # 90b8e5b: Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, High-level domain, and many more. Gated:
     # its terms ask that no example be shown online.
     "GPQA-Diamond": Entry(
@@ -506,21 +528,48 @@ ENTRIES: Mapping[str, Entry] = {
 }
 
 
-def _from_entry(name: str, split: str | None) -> list[Example]:
+def _from_entry(
+    name: str, split: str | None, file: str | None = None, fields: Mapping[str, str] | None = None
+) -> list[Example]:
+    """The examples of a ready entry. file: in place of the hub's; None: the hub's. fields: of that file."""
     entry = ENTRIES[name]
     split = split or "test"
     if split not in entry.files:
         raise UsageError(f"{name} has no split {quoted(split)}; there is {' and '.join(entry.files)}.")
-    path = download(entry.repo, [entry.files[split]], kind="dataset") / entry.files[split]
-    if not path.is_file():
-        raise MinithinkError(f"The dataset {entry.repo} has no file {entry.files[split]} any more: update minithink.")
-    rows = _rows([path])
+    if file is not None:
+        path = Path(os.path.expanduser(file))
+        rows = _rows([path], fields)
+        if fields or not _fits(entry, rows[0]):
+            return _from_rows(rows, path.stem, entry.grader, INSTRUCTION)
+    elif "*" in entry.files[split]:
+        rows = _rows(_files(entry.repo, "", entry.files[split].strip("*")))
+    else:
+        rows = _rows([_downloaded(entry, split)])
     examples = []
     for n, row in enumerate(rows, 1):
         question, answer = entry.read(row)
         id = row.get(entry.id) or f"{name}-{split}-{n}"
         examples.append(Example(id, question, answer, entry.grader, entry.group(row)))
     return _distinct(examples, rows)
+
+
+def _fits(entry: Entry, row: _Row) -> bool:
+    """Whether a row has the fields of the entry's own file."""
+    try:
+        entry.read(row)
+        entry.group(row)
+    except MinithinkError:
+        return False
+    return True
+
+
+def _downloaded(entry: Entry, split: str) -> Path:
+    """The file of a split, fetched from the hub. MinithinkError: it is not there."""
+    name = entry.files[split]
+    path = download(entry.repo, [name], kind="dataset") / name
+    if not path.is_file():
+        raise MinithinkError(f"The dataset {entry.repo} has no file {name} any more: update minithink.")
+    return path
 
 
 # --- other datasets of the hub
@@ -532,10 +581,17 @@ def _from_hub(name: str, split: str, grader: str, fields: Mapping[str, str] | No
         raise UsageError(
             f"{quoted(name)} names no dataset of the hub: write hub:owner/name or hub:owner/name:config."
         )
+    rows = _rows(_files(repo, config, split), fields)
+    return _from_rows(rows, f"{repo.partition('/')[2]}-{split}", grader, INSTRUCTION)
+
+
+def _files(repo: str, config: str, split: str) -> list[Path]:
+    """The files of a dataset of the hub whose paths have these words, fetched. config: "": none."""
     words = [word for word in (config, split) if word]
     if any(not re.fullmatch(r"[\w.+-]+", word) for word in words):  # they become patterns of paths
         raise UsageError(
-            f"{quoted(name)} with the split {quoted(split)}: a config and a split are words of a file's path."
+            f"hub:{repo} with the config {quoted(config)} and the split {quoted(split)}: both are words of a file's "
+            "path."
         )
     patterns = []
     for order in (words, words[::-1]):
@@ -557,8 +613,7 @@ def _from_hub(name: str, split: str, grader: str, fields: Mapping[str, str] | No
             f"The dataset {repo} has several files of {of}: {', '.join(wholes)}; choose by hub:{repo}:config, or "
             "download one and name it."
         )
-    rows = _rows((folder / file for file in files), fields)
-    return _from_rows(rows, f"{repo.partition('/')[2]}-{split}", grader, INSTRUCTION)
+    return [folder / file for file in files]
 
 
 def _has_word(path: str, word: str) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from minithink.evaluate.plan import Spec, given
+from minithink.evaluate.summary import Budget
 from minithink.kv.byte_size import ByteSize
 
 
@@ -18,6 +19,7 @@ class Job:
     policies: Sequence[Spec] | None = None
     budgets: Sequence[int | float | ByteSize] = ()
     schedule: str | None = None  # of --schedule; each Spec has it, too
+    without: Sequence[tuple[str, Budget]] = ()  # policies at budgets that are not run, as records name them
     reference_length: int | None = None
     model: str = "tiny"
     adapter: Path | None = None
@@ -29,6 +31,7 @@ class Job:
     num_samples: int = 1
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
     seed: int = 0
     max_new_tokens: int | None = None
     device: str = "auto"

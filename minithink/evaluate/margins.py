@@ -71,7 +71,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate at every size, compare, print and write → 1 if a sequence differs where the margin is not small."""
     if len(args.batch_sizes) < 2:
         raise UsageError(f"--batch-sizes names {len(args.batch_sizes)} size, and two are compared: give 1,8.")
-    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
+    SamplingParams(
+        args.temperature or 0,
+        top_k=args.top_k or 0,
+        top_p=1 if args.top_p is None else args.top_p,
+        seed=args.seed,
+    )
     examples = load_dataset(args.dataset, args.split, args.limit, fields=args.fields)
     for note in runner.said_of_limit(Job.of(args), examples):
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)

@@ -92,9 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
-    """The options that do not name policies or budgets. split: the help of --split."""
-    add_drawing_arguments(parser, split)
+def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT, of_table: bool = False) -> None:
+    """The options that do not name policies or budgets.
+
+    Args:
+        split: the help of --split.
+        of_table: some defaults are those of a paper's table; the options are then None, and --output-dir may be
+            missing.
+    """
+    add_drawing_arguments(parser, split, of_table)
     add = parser.add_argument
     add(
         "--reference-length",
@@ -105,7 +111,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
     )
     add(
         "--grader",
-        default="exact",
+        default=None if of_table else "exact",
         choices=list(CHOICES),
         help="of files that name none (default: exact); with none, problems need no answer, and texts are not graded",
     )
@@ -149,26 +155,34 @@ def add_run_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> No
         "each has its own file, with its name before the suffix: FILE run.trace, run.rkv-256.trace. A sequence that "
         "is done already is not run again, and not recorded",
     )
-    add("--output-dir", type=location, required=True, metavar="DIR", help="where the results go")
+    add("--output-dir", type=location, required=not of_table, metavar="DIR", help="where the results go")
     add("--resume", action="store_true", help="finish what an earlier start with the same options left in DIR")
     add("--keep-text", action="store_true", help="keep what was generated in results.jsonl, not only its hash")
 
 
-def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT) -> None:
-    """The options that decide what is generated with the full cache. split: the help of --split."""
+def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT, of_table: bool = False) -> None:
+    """The options that decide what is generated with the full cache. Arguments: as in `add_run_arguments`."""
     add_model_arguments(parser)
     add = parser.add_argument
     add(
         "--dataset",
-        default="facts",
+        default=None if of_table else "facts",
         help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
-        ".jsonl, .csv, .json or .parquet file, or hub:owner/name (default: facts)",
+        ".jsonl, .csv, .json or .parquet file, such a file in place of a dataset of the hub, as in AIME24=FILE, or "
+        f"hub:owner/name (default: {'those of the table that are graded' if of_table else 'facts'})",
     )
     add("--split", help=split)
     add_fields_argument(parser)
-    add("--num-samples", type=positive, default=1, metavar="N", help="sequences for each problem (default: 1)")
-    add("--temperature", type=finite, help="0 is greedy (this and the next default to the model's own)")
+    add(
+        "--num-samples",
+        type=positive,
+        default=None if of_table else 1,
+        metavar="N",
+        help=f"sequences for each problem (default: {'as many as the table has' if of_table else 1})",
+    )
+    add("--temperature", type=finite, help="0 is greedy (this and the next two default to the model's own)")
     add("--top-p", type=finite, help="1 is off")
+    add("--top-k", type=natural, metavar="N", help="0 is off")
     add("--seed", type=natural, default=0, help="of the draws (default: 0)")
     add("--limit", type=positive, metavar="N", help="only the first N problems")
     add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
@@ -190,7 +204,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 
 def evaluate(
-    job: Job, folder: Path, ranks: Ranks, *, command: str, resume: bool = False, mean: float | None = None
+    job: Job,
+    folder: Path,
+    ranks: Ranks,
+    *,
+    command: str,
+    resume: bool = False,
+    mean: float | None = None,
+    engine: Engine | None = None,
 ) -> list[Row] | None:
     """Generate the sequences that are not in the journal yet → a row for each policy and budget; None: Ctrl-C came,
     and the user was told.
@@ -203,27 +224,22 @@ def evaluate(
         resume: finish what an earlier start of the same job left in the folder.
         mean: tokens that the full cache generates for these problems, on average; budgets that are shares need it.
             None: the full cache is run first if a budget is a share.
+        engine: the job's model; None: it is loaded.
     """
-    cells = plan(job.policies, job.budgets, job.schedule)
+    cells = cells_of(job)
     policies = [FULL] if job.policies is None else [spec.text for spec in job.policies]
     if mean is None:
         mean = job.reference_length
     if mean is not None:
         cells = [cell for cell in cells if cell.policy in policies]
     refuse(job, cells, policies, folder)
-    examples = load_dataset(job.dataset, job.split, job.limit, grader=job.grader, fields=job.fields)
+    examples = examples_of(job)
     check_count(len(examples), job.num_samples)
     if job.needed:
         check_questions(examples)
     notes = [*said_of_limit(job, examples), *check_graders(examples)]
-    engine = load(
-        job.model,
-        adapter=job.adapter,
-        device=ranks.device(job.device),
-        dtype=job.dtype,
-        backend=job.backend,
-        calibration=job.calibration,
-    )
+    if engine is None:
+        engine = engine_of(job, ranks)
     caution = engine.generation_config.caution
     if caution and not ranks.rank:
         _say(caution)
@@ -300,6 +316,29 @@ def evaluate(
     return summary.summarize(records, policies=settings["policies"], budgets=job.budgets)
 
 
+def cells_of(job: Job) -> list[Cell]:
+    """The cells of a job. UsageError: as in `plan`."""
+    cells = plan(job.policies, job.budgets, job.schedule)
+    return [cell for cell in cells if cell.name not in job.without]
+
+
+def examples_of(job: Job) -> list[Example]:
+    """The problems of a job. Errors: as in `load_dataset`."""
+    return load_dataset(job.dataset, job.split, job.limit, grader=job.grader, fields=job.fields)
+
+
+def engine_of(job: Job, ranks: Ranks) -> Engine:
+    """Load a job's model. Errors: as in `load`."""
+    return load(
+        job.model,
+        adapter=job.adapter,
+        device=ranks.device(job.device),
+        dtype=job.dtype,
+        backend=job.backend,
+        calibration=job.calibration,
+    )
+
+
 def refuse(job: Job, cells: Sequence[Cell], policies: Sequence[str], folder: Path) -> None:
     """UsageError: some options make no sense together. Called before a model is loaded."""
     if job.reference_length is not None and not any(isinstance(cell.budget, float) for cell in cells):
@@ -307,7 +346,12 @@ def refuse(job: Job, cells: Sequence[Cell], policies: Sequence[str], folder: Pat
             f"--reference-length {job.reference_length:,} is what shares are of, and no budget is a share: "
             "leave it out, or give --budgets such as 0.25,0.5."
         )
-    SamplingParams(job.temperature or 0, top_p=1 if job.top_p is None else job.top_p, seed=job.seed)
+    SamplingParams(
+        job.temperature or 0,
+        top_k=job.top_k or 0,
+        top_p=1 if job.top_p is None else job.top_p,
+        seed=job.seed,
+    )
     if job.group and job.padded_budget is None:
         raise UsageError("--group groups the batches of --padded-budget: give both, or neither.")
     if job.padded_budget is not None and all(cell.make().budget is None for cell in cells):
@@ -422,7 +466,7 @@ class Evaluation:
         own = engine.generation_config
         self.drawing: dict[str, Any] = {  # options of Engine.stream
             "temperature": own.temperature if job.temperature is None else job.temperature,
-            "top_k": own.top_k,
+            "top_k": own.top_k if job.top_k is None else job.top_k,
             "top_p": own.top_p if job.top_p is None else job.top_p,
             "min_p": own.min_p,
             "seed": job.seed,

@@ -306,7 +306,7 @@ def hub(tmp_path, monkeypatch):
     """The ready entries' repositories as folders, filled with the fixtures; `download` gives these."""
     for name, entry in ENTRIES.items():
         for file in entry.files.values():
-            path = tmp_path / entry.repo / file
+            path = tmp_path / entry.repo / file.replace("*train*", "data-train.jsonl")
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.suffix != ".parquet":
                 shutil.copy(FIXTURES / {"GPQA-Diamond": "gpqa_diamond.csv"}.get(name, f"{name.lower()}.jsonl"), path)
@@ -354,6 +354,26 @@ def test_math500(hub):
 
 def test_aime25(hub):
     assert [(e.id, e.answer) for e in load_dataset("AIME25")] == [("0", "7"), ("1", "588")]
+
+
+def test_a_copy_of_an_entry_in_a_file_is_read_as_from_the_hub(hub, tmp_path):
+    copied = tmp_path / "mine.jsonl"
+    shutil.copy(FIXTURES / "math-500.jsonl", copied)
+    assert load_dataset(f"math-500={copied}") == load_dataset("MATH-500")
+    choices = tmp_path / "mine.csv"
+    shutil.copy(FIXTURES / "gpqa_diamond.csv", choices)
+    assert load_dataset(f"GPQA-Diamond={choices}", limit=1) == load_dataset("GPQA-Diamond")[:1]
+
+
+def test_another_file_in_place_of_an_entry_is_asked_and_graded_as_the_entry(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"question": "1 + 1?", "solution": "So it is \\\\boxed{2}."}\n')
+    assert load_dataset(f"AIME24={path}") == [Example("mine-1", f"1 + 1?\n\n{INSTRUCTION}", "2", "math")]
+    (asked,) = load_dataset(f"AIME24={path}", fields={"answer": "question"})
+    assert (asked.answer, asked.grader) == ("1 + 1?", "math"), "--fields names the fields of that file"
+    refused(f"AIME24={tmp_path / 'none.jsonl'}", "does not exist")
+    with pytest.raises(UsageError, match="no dataset 'AIME99=mine'"):
+        load_dataset("AIME99=mine")
 
 
 @needs_pyarrow

@@ -1,0 +1,105 @@
+"""Tables of DynTS (Guo et al.).
+
+Section 6.1 and C.3 have what both share: B = 5,000 tokens and a local window of 2,000 on AIME24, AIME25, AMC23 and
+GPQA-D; 3,000 on GK23EN and MATH500, with a local window of 1,000 (R1-Llama) or 1,500 (R1-Qwen); of the selection
+window 0.3 (R1-Llama) or 0.4 (R1-Qwen) stay. Temperature 0.6, top-p 0.95, top-k 20, at most 16,384 new tokens, 5
+answers a problem. All methods evict when the cache reaches B, and keep equally many tokens.
+"""
+
+from __future__ import annotations
+
+from minithink.evaluate.papers.table import R1_LLAMA_8B, R1_QWEN_7B, Column, Row, Table
+
+PAPER = "DynTS"
+NEW_TOKENS = 16_384
+SAMPLES = 5
+TEMPERATURE = 0.6
+TOP_P = 0.95
+TOP_K = 20
+HARD = ("AIME24", "AIME25", "AMC23", "GPQA-Diamond")
+EASY = ("GK23EN", "MATH-500")
+PROMPT = 100  # tokens of a prompt, where the local window is turned into a share
+
+COMMON = (
+    "The predictor is the model's calibration for minithink; the paper trains one on its own answers to the MATH "
+    "training set (C.2).",
+    "After </think> minithink's DynTS evicts nothing more; the paper does not stop there.",
+)
+OF_TABLE_1 = (
+    "The local windows of H2O, SnapKV and R-KV are given as a share of the kept tokens, which is exact for a prompt "
+    f"of {PROMPT} tokens.",
+    "StreamingLLM has 4 sinks, as its own paper.",
+    "Window, StreamingLLM, H2O, SnapKV and R-KV may evict the prompt, as their own papers have it; SepLLM evicts "
+    "generated tokens alone (C.3).",
+)
+
+
+def _of_table_1(budget: int, ratio: float, local: float) -> tuple[Row, ...]:
+    """The methods at one trigger, all with as many tokens. local: W_l in tokens, or below 1 a share of the budget."""
+    window = local if local >= 1 else int(local * (budget - PROMPT))
+    kept = PROMPT + int(ratio * (budget - PROMPT - window)) + window
+    recent = f"recent={window / kept:.3f}"
+    same = f"schedule=share:{ratio:g}/{local:g}"
+    return (
+        Row("Transformers", "full"),
+        Row("Window", f"window:{same}"),
+        Row("StreamingLLM", f"streaming_llm:{same}"),
+        Row("SepLLM", f"sepllm:fill=true,separators={budget},window=1,initial=0,{same},protect_prompt=true"),
+        Row("H2O", f"h2o:{recent},{same}"),
+        Row("SnapKV", f"snapkv_decode:{recent},{same}"),
+        Row("R-KV", f"rkv:{recent},{same}"),
+        Row("DynTS (Ours)", f"dynts:ratio={ratio:g},local={local:g}"),
+    )
+
+
+def _of_table_2(budget: int, ratio: float, local: float) -> tuple[Row, ...]:
+    """DynTS without one of its windows, and with other thinking tokens."""
+    own = f"dynts:ratio={ratio:g},local={local:g}"
+    return (
+        Row("DynTS", own),
+        Row("w.o. L", f"dynts:ratio={ratio:g},local=0"),
+        Row("w.o. Q", f"{own},question=false"),
+        Row("w.o. T", f"dynts:ratio=0,local={local:g}"),
+        Row("T-Random", f"{own},select=random"),
+        Row("T-Bottom", f"{own},select=bottom"),
+    )
+
+
+def _table(number: int, shows: str, model: str, ratio: float, local_of_easy: int) -> Table:
+    rows_of = _of_table_1 if number == 1 else _of_table_2
+    columns = []
+    for dataset in (*HARD, *EASY):
+        budget = 5000 if dataset in HARD else 3000
+        local = 2000 if dataset in HARD else local_of_easy
+        share = round(local / budget, 3)
+        column = Column(
+            dataset=dataset,
+            rows=rows_of(budget, ratio, local),
+            budgets=(budget,),
+            max_new_tokens=NEW_TOKENS,
+            scaled=rows_of(budget, ratio, share),
+        )
+        columns.append(column)
+    differs = (*COMMON, *OF_TABLE_1) if number == 1 else COMMON
+    return Table(
+        paper=PAPER,
+        place=f"table {number}",
+        shows=shows,
+        models=(model,),
+        columns=tuple(columns),
+        samples=SAMPLES,
+        temperature=TEMPERATURE,
+        top_p=TOP_P,
+        top_k=TOP_K,
+        differs=differs,
+    )
+
+
+BESIDE = "accuracy beside six methods that keep as many tokens"
+PARTS = "DynTS without its windows, and with other thinking tokens"
+TABLES = {
+    "dynts-table1-llama": _table(1, f"{BESIDE}, settings of R1-Llama", R1_LLAMA_8B, 0.3, 1000),
+    "dynts-table1-qwen": _table(1, f"{BESIDE}, settings of R1-Qwen", R1_QWEN_7B, 0.4, 1500),
+    "dynts-table2-llama": _table(2, f"{PARTS}, settings of R1-Llama", R1_LLAMA_8B, 0.3, 1000),
+    "dynts-table2-qwen": _table(2, f"{PARTS}, settings of R1-Qwen", R1_QWEN_7B, 0.4, 1500),
+}

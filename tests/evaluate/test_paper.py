@@ -1,0 +1,247 @@
+"""Tables of papers: their data, what is said before a run, and runs from end to end. Alone: pytest
+tests/evaluate/test_paper.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minithink.evaluate import paper, runner
+from minithink.evaluate.__main__ import main
+from minithink.evaluate.datasets import ENTRIES
+from minithink.evaluate.journal import read
+from minithink.evaluate.papers import TABLES
+from minithink.evaluate.papers.table import CODE, Column
+from minithink.evaluate.plan import Spec, plan
+from tests.evaluate.run import options
+from tests.fixtures_checkpoint import write_checkpoint
+
+pytestmark = pytest.mark.usefixtures("quick")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES)
+def random_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of each architecture, which has no calibration."""
+    fields = {"qkv_bias": request.param.startswith("Qwen2"), "qk_norm": request.param.startswith("Qwen3")}
+    shape = {"architecture": request.param, "head_dim": 16, **fields}
+    generation = {"eos_token_id": [0, *range(40, 50)], "temperature": 0.9, "do_sample": True}
+    return write_checkpoint(tmp_path_factory.mktemp(request.param) / "model", generation=generation, shape=shape)
+
+
+def command(table: str, *positional: Any, **changed: Any) -> list[str]:
+    return ["paper", table, *options(*positional, **changed)]
+
+
+def all_columns() -> Iterator[tuple[str, Column]]:
+    for name, table in TABLES.items():
+        for column in table.columns:
+            yield name, column
+
+
+# --- the tables
+
+
+def test_every_row_of_every_table_is_a_policy_at_budgets_that_it_can_have() -> None:
+    for name, column in all_columns():
+        for rows in (column.rows, column.scaled):
+            names = [row.name for row in rows]
+            assert len(set(names)) == len(names), name
+            for row in rows:
+                spec = Spec(row.policy)
+                tokens = row.budgets or column.budgets
+                assert bool(tokens) or not spec.takes_budget, (name, row)
+                plan([spec], tokens if spec.takes_budget else [])
+
+
+def test_every_dataset_of_every_table_is_known() -> None:
+    assert {column.dataset for _, column in all_columns()} <= {*ENTRIES, *CODE}
+    for name, table in TABLES.items():
+        folders = [column.name for column in table.columns]
+        assert len(set(folders)) == len(folders), name
+
+
+def test_methods_of_dynts_keep_equally_many_tokens() -> None:
+    """Of a prompt of 100 tokens, 2,970 stay with R1-Llama's settings, 2,000 of them the newest."""
+    (column,) = (c for c in TABLES["dynts-table1-llama"].columns if c.dataset == "AIME24")
+    rows = {row.name: row.policy for row in column.rows}
+    assert rows["R-KV"] == f"rkv:recent={2000 / 2970:.3f},schedule=share:0.3/2000"
+    assert rows["DynTS (Ours)"] == "dynts:ratio=0.3,local=2000"
+    assert (column.budgets, column.max_new_tokens) == ((5000,), 16_384)
+    (easy,) = (c for c in TABLES["dynts-table1-qwen"].columns if c.dataset == "MATH-500")
+    assert {row.name: row.policy for row in easy.rows}["Window"] == "window:schedule=share:0.4/1500"
+    assert {row.name: row.policy for row in easy.scaled}["Window"] == "window:schedule=share:0.4/0.5"
+    assert easy.budgets == (3000,)
+
+
+@pytest.mark.parametrize("words", [["paper"], ["paper", "--list"], ["paper", "thinkv-table1", "--list"]])
+def test_without_a_table_all_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(TABLES)
+    assert any(line.startswith("thinkv-table4 ") and "needs --dataset" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["thinkv-tabl1"], "did you mean thinkv-table1? There are thinkv-table1, thinkv-table3"),
+        (["thinkv-table1"], "give --output-dir DIR"),
+        (
+            ["thinkv-table4", "--output-dir", "x"],
+            "LiveCodeBench, is code, which is not graded here: name another one",
+        ),
+        (["thinkv-table1", "--dataset", "livecodebench", "--output-dir", "x"], "--dataset LiveCodeBench=FILE"),
+        (["thinkv-table1", "--dataset", "AIME99", "--output-dir", "x"], "There is no dataset 'AIME99'"),
+        (["thinkv-table1", "--dataset", "facts,facts", "--output-dir", "x"], "names facts twice"),
+        (["thinkv-table1", "--rows", "KIWI", "--output-dir", "x"], "no row 'KIWI'; did you mean KIVI?"),
+        (["thinkv-table1", "--fields", "answer=a", "--output-dir", "x"], "those of AIME24 are known: leave it out"),
+        (["thinkv-table1", "--trace", "a.trace", "--output-dir", "x"], "--trace records one dataset"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["paper", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- runs
+
+
+def test_a_table_runs_on_every_architecture(
+    random_model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command("crystal_kv-figure4", random_model, f"MATH-500={problems}", tmp_path, num_samples=1, limit=2)
+    assert main([*words, "--budgets", "92"]) == 0
+    folder = tmp_path / "MATH-500"
+    settings = json.loads((folder / "config.json").read_text())["settings"]
+    drawn = {name: settings[name] for name in ("temperature", "top_p", "num_samples", "max_new_tokens")}
+    assert drawn == {"temperature": 0.6, "top_p": 0.95, "num_samples": 1, "max_new_tokens": 24}
+    records = read(folder).records
+    policies = [row.policy for row in TABLES["crystal_kv-figure4"].columns[0].rows]
+    assert list(dict.fromkeys(r.policy for r in records)) == policies
+    assert len(records) == 2 * len(policies)
+    err = capsys.readouterr().err
+    assert "differs: The paper has 8 samples of each problem, and this run 1" in err
+    assert "CodeForces" not in err, "no dataset was asked for that is code"
+    assert "differs: MATH-500: the table allows 32,768 new tokens, and this run 24" in err
+
+
+def test_rows_that_need_no_calibration_run_without_one(
+    random_model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command("thinkv-table1", random_model, f"AIME24={problems}", tmp_path, num_samples=1, limit=1)
+    assert main(words) == 1
+    err = capsys.readouterr().err
+    assert "minithink.calibrate thoughts" in err
+    assert "run the other rows: --rows 'Baseline,KIVI,PM-KVQ'" in err
+    assert not (tmp_path / "AIME24").exists(), "it is known before anything is generated"
+    assert main([*words, "--rows", "baseline,KIVI,PM-KVQ"]) == 0
+    assert [r.policy for r in read(tmp_path / "AIME24").records] == ["full", "kivi", "pm_kvq:bits=2,max_len=32768"]
+
+
+@pytest.mark.parametrize(
+    ("table", "budgets", "cells"),
+    [
+        ("thinkv-table4", None, 6),  # TBE at three budgets, ThinKV at one
+        ("skipkv-table3", 256, 1),
+        ("crystal_kv-table1", 256, 2),
+        ("dynts-table2-llama", 0.5, 7),  # the full cache, for the share
+    ],
+)
+def test_a_table_of_each_paper_runs_on_the_embedded_model(
+    table: str, budgets: float | None, cells: int, tmp_path: Path
+) -> None:
+    words = command(table, "tiny", "facts", tmp_path, num_samples=1, limit=1, max_new_tokens=12, budgets=budgets)
+    assert main(words) == 0
+    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    assert len(folders) == (2 if table == "skipkv-table3" else 1)
+    for folder in folders:
+        assert len(read(folder).records) == cells, folder
+
+
+def test_each_row_has_its_own_budgets() -> None:
+    args = parsed("thinkv-table4", "--dataset", "facts", "--output-dir", "x")
+    (part,) = paper.parts_of(TABLES["thinkv-table4"], args)
+    found = [(cell.policy.partition(":")[0], cell.budget) for cell in runner.cells_of(part.job)]
+    wanted = [("full", None), ("tbq", None), ("tbe", 512), ("tbe", 1024), ("tbe", 2048), ("thinkv", 1024)]
+    assert found == wanted
+
+
+def test_a_part_has_the_settings_of_its_dataset() -> None:
+    args = parsed("dynts-table1-llama", "--dataset", "MATH-500=mine.jsonl,AIME24", "--output-dir", "x")
+    math, aime = paper.parts_of(TABLES["dynts-table1-llama"], args)
+    assert (math.name, math.job.dataset, math.job.budgets) == ("MATH-500", "MATH-500=mine.jsonl", [3000])
+    assert (aime.name, aime.job.dataset, aime.job.budgets) == ("AIME24", "AIME24", [5000])
+    drawing = (math.job.temperature, math.job.top_p, math.job.top_k, math.job.num_samples)
+    assert drawing == (0.6, 0.95, 20, 5)
+    args = parsed("dynts-table1-llama", "--output-dir", "x")
+    parts = paper.parts_of(TABLES["dynts-table1-llama"], args)
+    assert [part.name for part in parts] == ["AIME24", "AIME25", "AMC23", "GPQA-Diamond", "GK23EN", "MATH-500"]
+
+
+def test_fields_are_those_of_the_files() -> None:
+    words = ("--dataset", "AIME24=mine.jsonl,AIME25", "--fields", "answer=solution", "--output-dir", "x")
+    file, entry = paper.parts_of(TABLES["thinkv-table1"], parsed("thinkv-table1", *words))
+    assert (file.job.fields, entry.job.fields) == ({"answer": "solution"}, None)
+
+
+def test_questions_of_code_run_without_grading() -> None:
+    args = parsed("thinkv-table4", "--dataset", "LiveCodeBench=mine.jsonl", "--output-dir", "x")
+    (part,) = paper.parts_of(TABLES["thinkv-table4"], args)
+    assert (part.name, part.job.dataset, part.job.grader) == ("LiveCodeBench", "mine.jsonl", "none")
+
+
+def test_all_is_said_and_written_before_anything_is_generated(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = list[str]()
+
+    def evaluate(*args: Any, **options: Any) -> None:
+        before.append(capsys.readouterr().err)
+
+    monkeypatch.setattr(runner, "evaluate", evaluate)
+    main(command("thinkv-table8", model, problems, tmp_path, rows="FullKV,R-KV"))
+    said = before[0]
+    assert "minithink.evaluate: p: R-KV is rkv:buffer=0 at 256" in said
+    assert "tokens are drawn with temperature 0.9, top-p 1, top-k 0" in said
+    assert "differs: The paper does not say temperature, top-p, top-k: here the model's own" in said
+    assert f"{problems} is none of the table's datasets: it has the settings of GSM8K" in said
+    assert "this is" in said
+    note = (tmp_path / paper.NOTE).read_text()
+    lines = [line.removeprefix("minithink.evaluate: ") for line in said.splitlines()]
+    assert note == "# thinkv-table8\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
+def test_budgets_that_cannot_hold_the_longest_prompt_are_left_out(
+    problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command("thinkv-figure8", "tiny", problems, tmp_path, num_samples=1, limit=2, max_new_tokens=4)
+    assert main([*words, "--rows", "FullKV,ThinKV", "--budgets", "24,256"]) == 0
+    assert [r.budget for r in read(tmp_path / "p").records] == [None, None, 256, 256]
+    assert "p: ThinKV at 24 tokens is left out, for a budget counts the prompt here" in capsys.readouterr().err
+    assert main([*words, "--rows", "FullKV,ThinKV", "--budgets", "24"]) == 2
+    assert "or leave the method out with --rows" in capsys.readouterr().err
+
+
+def test_an_interrupted_table_is_resumed(model: Path, problems: Path, tmp_path: Path) -> None:
+    words = command("thinkv-table8", model, problems, tmp_path, num_samples=1, rows="FullKV,R-KV", budgets=32)
+    assert main(words) == 0
+    done = (tmp_path / "p" / "results.jsonl").read_text()
+    lines = done.splitlines(keepends=True)
+    (tmp_path / "p" / "results.jsonl").write_text("".join(lines[:-3]))
+    assert main([*words, "--resume"]) == 0
+    keys = {r.key for r in read(tmp_path / "p").records}
+    assert len(keys) == len(lines)
+
+
+def parsed(*words: str) -> Any:
+    """The options of a command line."""
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    paper.add_arguments(parser)
+    return parser.parse_args(words)
