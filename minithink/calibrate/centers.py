@@ -23,7 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.problems import dataset_options
+from minithink.calibrate.problems import dataset_options, graded_of
 from minithink.calibrate.steering import generate
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import CENTERS, METADATA
@@ -153,7 +153,7 @@ def measure(
     config = engine.config
     sums = Sums(config.num_layers, config.num_heads, config.head_dim)
     none = torch.zeros(0, dtype=torch.long, device=engine.device)  # no attention is wanted
-    right = 0
+    rights = list[bool | None]()
     used = 0
     tokens = 0
     with progress(len(lines), 0, "reading the texts again") as advance:
@@ -162,12 +162,14 @@ def measure(
                 prompt = engine.prompt_ids(examples[line["prompt"]].question)
                 text = [*prompt, *line["tokens"]]
                 read(engine.loaded, text, lambda *_: None, queries=none, before_rope=sums.add)
-                right += line["right"]
+                rights.append(line["right"])
                 used += 1
                 tokens += len(text)
             advance(line["right"])
     omega, _ = rope_frequencies(config)
     tensors = sums.tensors() | {"omega": omega.double()}
+    graded = graded_of(rights)
+    right = sum(graded) if graded else None
     about = {"prompts": used, "right": right, "tokens": tokens, **concentration(tensors)}
     return tensors, about
 
@@ -192,8 +194,9 @@ def concentration(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def summary(m: Mapping[str, Any]) -> list[str]:
     """The findings, in lines."""
+    right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     return [
-        f"{m['prompts']} prompts, {m['right']} answered rightly, {m['tokens']:,} tokens",
+        f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens",
         "concentration R by layer, median of all bands: " + " ".join(f"{x:.2f}" for x in m["median"]),
         "of the strongest band of each head: " + " ".join(f"{x:.2f}" for x in m["median_of_strongest"]),
         f"R is above {CLOSE} in {m['close']:.1%} of the bands, and in {m['close_of_strongest']:.1%} of the strongest",

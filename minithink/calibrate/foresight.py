@@ -13,7 +13,15 @@ from itertools import chain
 from typing import Any
 
 from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
+from minithink.calibrate.problems import (
+    add_dataset_arguments,
+    dataset_options,
+    graded_of,
+    is_right,
+    names_of,
+    say_of_graders,
+    splits_of,
+)
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.checkpoint.calibration import FORESIGHT
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
@@ -21,11 +29,9 @@ from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example
-from minithink.evaluate.grading import grade
 from minithink.results import record
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
-from minithink.text.thinking import Stage, split_thinking
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate with the full cache, write the texts."""
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     options = dataset_options(args)
-    datasets = {name: options.load(name, args.split, args.limit) for name in names_of(args)}
+    names = names_of(args)
+    datasets = dict[str, list[Example]]()
+    for name, split in zip(names, splits_of(args.split, names), strict=True):
+        datasets[name] = options.load(name, split, args.limit)
+        say_of_graders(datasets[name])
     engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
     path = (args.output or engine.loaded.home.calibration) / FORESIGHT
@@ -117,19 +127,17 @@ def generate_texts(
     done = {line["text"]: line["right"] for line in journal.lines if line["dataset"] == name}
     if len(done) == len(examples):
         return
-    tokenizer = engine.tokenizer
+    graded = graded_of(done.values())
+    label = f"{name}, full cache"
     stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawing)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
     stream.tolerant = False  # no calibration comes from a text that broke off
-    with progress(len(examples), len(done), f"{name}, full cache", right=sum(done.values())) as advance:
+    with progress(len(examples), len(done), label, right=sum(graded), graded=len(graded)) as advance:
         for advanced in stream.advances():
             advance.step(len(advanced))
             for s in advanced:
                 if s.finish_reason:
-                    example = examples[s.number]
-                    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
-                    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
-                    right = bool(grade(answer, example.answer, example.grader).right)
+                    right = is_right(engine.tokenizer, s, examples[s.number])
                     journal.append(
                         {"text": s.number, "dataset": name, "right": right, "prompt": s.prompt, "tokens": s.tokens}
                     )

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save
 
 from minithink.calibrate import curves
-from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
+from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of, say_of_graders
 from minithink.calibrate.quality import by_position, mean, quality
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.calibrate.traces import Trace, held_out, problems_of, sample
@@ -36,6 +36,7 @@ from minithink.cli.commands import INTERRUPTED, different, finite, location, nat
 from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, quoted, unwritable
+from minithink.evaluate.grading import GRADERS
 from minithink.results import record
 from minithink.results.figures import need_matplotlib
 from minithink.results.files import dumps, replace, rounded
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dataset="as in minithink.evaluate; several, with commas between them, take turns. Of the embedded families, "
         "training problems are drawn",
         split="split of the dataset, never test (default: train of the embedded families, else validation)",
+        graders=tuple(GRADERS),  # it is trained on right texts
     )
     add = parser.add_argument
     recipe = Recipe()
@@ -158,6 +160,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         record.check(args.plot / "picture.svg", "--plot")
     options = dataset_options(args)
     problems = problems_of(names_of(args), args.split, args.num_prompts, args.seed, options)
+    say_of_graders([example for _, example in problems])
     engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
     assert engine.loaded.home is not None
     folder = args.output or engine.loaded.home.calibration

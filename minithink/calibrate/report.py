@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minithink.calibrate import choose
 from minithink.calibrate.agreement import compare, fold
+from minithink.calibrate.problems import graded_of
 from minithink.policies.thinkv import type_of
 from minithink.reread.density import Peaks
 from minithink.text.thoughts import NAMES
@@ -25,6 +26,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
         number: |T|.
         count: |L*| at most.
     """
+    graded = graded_of(line["right"] for line in lines)
     found = [[Peaks(x["modes"], x["valleys"], x["depths"]) for x in line["layers"]] for line in lines]
     refreshes = list[list[float]]()
     labelled = list[int]()
@@ -60,7 +62,7 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
         "fallback": how == "fallback",
         "measurements": {
             "prompts": len(lines),
-            "right": fmean(line["right"] for line in lines),
+            "right": fmean(graded) if graded else None,
             "tokens": sum(len(line["tokens"]) for line in lines),
             "share": fmean(looks[i].share for i in layers),  # of prompts with |T| modes, mean over L*
             "shares_of_types": _shares(type_of(values, theta)),
@@ -104,7 +106,8 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
     m = result["measurements"]
     theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
     yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
-    yield f"{m['prompts']} prompts, {m['right']:.0%} right, {m['tokens']:,} tokens"
+    right = "not graded" if m["right"] is None else f"{m['right']:.0%} right"
+    yield f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens"
     yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
     for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
         if of is not None:

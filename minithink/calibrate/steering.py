@@ -31,14 +31,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.problems import dataset_options
+from minithink.calibrate.problems import dataset_options, graded_of, is_right
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import METADATA
 from minithink.cli.commands import INTERRUPTED, location
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
-from minithink.evaluate.grading import grade
 from minithink.reread.attention import read
 from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
@@ -47,7 +46,7 @@ from minithink.results.files import replace as replace_file
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.text.openings import Thought, area, found
-from minithink.text.thinking import CLOSE, Stage, split_thinking
+from minithink.text.thinking import CLOSE
 
 FILE = "steering.safetensors"
 KINDS = ("reasoning", "execution", "transition")  # of the sentence before a thought
@@ -127,18 +126,16 @@ def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, An
     done = {line["prompt"]: line["right"] for line in journal.lines}
     if len(done) == len(examples):
         return
+    graded = graded_of(done.values())
     stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawn)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
     stream.tolerant = False  # no calibration comes from a text that broke off
-    with progress(len(examples), len(done), "full cache", right=sum(done.values())) as advance:
+    with progress(len(examples), len(done), "full cache", right=sum(graded), graded=len(graded)) as advance:
         for advanced in stream.advances():
             for s in advanced:
                 if not s.finish_reason:
                     continue
-                text = engine.tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
-                _, answer = split_thinking(text, Stage(engine.tokenizer, s.prompt).name == "think")
-                example = examples[s.number]
-                right = bool(grade(answer, example.answer, example.grader).right)
+                right = is_right(engine.tokenizer, s, examples[s.number])
                 journal.append({"prompt": s.number, "right": right, "tokens": list(s.tokens)})
                 advance(right)
 
@@ -237,11 +234,12 @@ def fit(
     counted = []
     for kind in KINDS:
         counted.append({"after": kind, "execution": whole.count[kind, False], "other": whole.count[kind, True]})
+    graded = graded_of(line["right"] for line in lines)
     return vectors, {
         "layer": best.index(max(best)) if best else round(0.7 * engine.config.num_layers) - 1,
         "measurements": {
             "prompts": n,
-            "right": sum(line["right"] for line in lines),
+            "right": sum(graded) if graded else None,
             "tokens": sum(len(line["tokens"]) for line in lines),
             "thoughts": counted,
             "separation": separation,
@@ -301,8 +299,9 @@ def separated(along: Mapping[tuple[str, bool], Sequence[Mapping[str, Tensor]]], 
 def summary(about: Mapping[str, Any]) -> list[str]:
     """The findings, in lines."""
     m = about["measurements"]
+    right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     said = [
-        f"{m['prompts']} prompts, {m['right']} answered rightly, {m['tokens']:,} tokens",
+        f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens",
         *(f"after {x['after']}: {x['execution']:,} execution thoughts, {x['other']:,} others" for x in m["thoughts"]),
     ]
     for name, values in (m["separation"] or {}).items():

@@ -22,7 +22,15 @@ from typing import Any
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of
+from minithink.calibrate.problems import (
+    add_dataset_arguments,
+    dataset_options,
+    graded_of,
+    is_right,
+    names_of,
+    say_of_graders,
+    splits_of,
+)
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
@@ -30,7 +38,6 @@ from minithink.cli.models import add_model_arguments
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
-from minithink.evaluate.grading import grade
 from minithink.kv.sizes import check_budget
 from minithink.policies import load as load_policy
 from minithink.policies import read
@@ -43,7 +50,6 @@ from minithink.results.files import replace as replace_file
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.sequence import Track
-from minithink.text.thinking import Stage, split_thinking
 from minithink.text.thoughts import kinds, segments
 
 ROWS = (1, 4, 16, 64)  # numbers of averaged queries for which the modes are reported
@@ -181,18 +187,24 @@ def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
     Raises:
         UsageError: they are of a test split, or there are too few.
     """
-    split = args.split
-    lists = []
+    names = names_of(args)
     options = dataset_options(args)
-    for name in names_of(args):
-        examples, split = options.load_allowed(name, args.split)
+    lists = []
+    splits = []
+    for name, wanted in zip(names, splits_of(args.split, names), strict=True):
+        examples, split = options.load_allowed(name, wanted)
         lists.append(examples)
+        splits.append(split)
     turns = []
     for i in range(max(map(len, lists))):
         turns += [of[i] for of in lists if i < len(of)]
     if len(turns) < args.num_prompts:
         raise UsageError(f"{args.dataset} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
-    return turns[: args.num_prompts], split
+    chosen = turns[: args.num_prompts]
+    say_of_graders(chosen)
+    if len(set(splits)) == 1:
+        return chosen, splits[0]
+    return chosen, ",".join(split or "" for split in splits)
 
 
 def settings_of(
@@ -253,10 +265,11 @@ def measure(
     done = {line["prompt"]: line["right"] for line in journal.lines if "prompt" in line}
     if len(done) == len(prompts):
         return
+    graded = graded_of(done.values())
     stream = engine.stream(list(prompts), fixed=True, **drawing)
     stream.sequences = [s for s in stream.sequences if s.number not in done]
     stream.tolerant = False  # no calibration comes from a text that broke off
-    with progress(len(prompts), len(done), "full cache", right=sum(done.values())) as advance:
+    with progress(len(prompts), len(done), "full cache", right=sum(graded), graded=len(graded)) as advance:
         for advanced in stream.advances():
             for s in advanced:
                 if s.finish_reason:
@@ -270,15 +283,13 @@ def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[
     tokenizer = engine.tokenizer
     rows = policy.sparsity_rows
     steps = len(s.tokens)
-    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
-    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
     first = max(0, len(s.prompt) - max(rows, *ROWS))  # the prompt's last queries are averaged with the first ones
     u = sparsity(engine.loaded, [*s.prompt, *s.tokens[:-1]], first)
     own = averaged(u, rows, steps)  # [steps, L], after the prompt and after every token but the last
     return {
         "prompt": s.number,
         "id": example.id,
-        "right": bool(grade(answer, example.answer, example.grader).right),
+        "right": is_right(tokenizer, s, example),
         "tokens": list(s.tokens),
         "refresh": own[:: policy.tau].tolist(),  # at the beginning of every segment
         "labels": segments(kinds(tokenizer.pieces(s.tokens)), policy.tau),

@@ -20,18 +20,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal
-from minithink.calibrate.problems import DatasetOptions
+from minithink.calibrate.problems import DatasetOptions, is_right, splits_of
 from minithink.engine import Engine
 from minithink.errors import MinithinkError, UsageError, reason
 from minithink.evaluate.datasets import Example
-from minithink.evaluate.grading import grade
 from minithink.reread.importance import importance
 from minithink.results.files import open_to_others
 from minithink.results.progress import progress
 from minithink.sequence import Track
 from minithink.tasks import families
 from minithink.tasks.prepare import FAMILIES, SIZES
-from minithink.text.thinking import CLOSE, Stage, split_thinking
+from minithink.text.thinking import CLOSE
 
 HALF = torch.float16  # hidden states in the files
 
@@ -83,11 +82,11 @@ def problems_of(
     options = options or DatasetOptions()
     share = -(-count // len(names))
     lists = []
-    for name in names:
-        if name in families() and split in (None, "train"):
+    for name, own in zip(names, splits_of(split, names), strict=True):
+        if name in families() and own in (None, "train"):
             lists.append(drawn(name, share, seed))
         else:
-            examples, _ = options.load_allowed(name, split)
+            examples, _ = options.load_allowed(name, own)
             lists.append(examples)
     turns = []
     for i in range(max(map(len, lists))):
@@ -151,10 +150,8 @@ def sample(
 def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:
     """The line of a text. If the text is right and complete, hidden states and targets go to its file."""
     tokenizer = engine.tokenizer
-    text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
-    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
     closed = tokenizer.id_of(CLOSE) in s.tokens
-    right = s.finish_reason == "stop" and closed and bool(grade(answer, example.answer, example.grader).right)
+    right = s.finish_reason == "stop" and closed and bool(is_right(tokenizer, s, example))
     length = 0
     if right:
         hidden, targets = importance(engine.loaded, s.prompt, s.tokens)

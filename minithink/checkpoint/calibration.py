@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ from minithink.errors import MinithinkError, UsageError, quoted, reason
 from minithink.results.files import read_bytes
 from minithink.sampling import DRAWS
 
-TARGETS = ("answer", "hindsight", "needs")  # what predictors are trained to predict
+NEEDS = "needs"
+TARGETS = ("answer", "hindsight", NEEDS)  # what predictors are trained to predict
 STEERING = "steering.safetensors"
 CENTERS = "centers.safetensors"
 FORESIGHT = "foresight.json"
@@ -192,12 +194,25 @@ def command(
     """The command that makes a file, which may be there, as part of a sentence."""
     if name not in COMMANDS:
         return "no command of this version makes it"
-    words = ["python -m minithink.calibrate", COMMANDS[name]]
-    words += [f"--model {spoken}"] if spoken else []
-    words += [f"--adapter {adapter}"] if adapter is not None else []
-    words += [f"--output {output}"] if output is not None else []
-    words += ["--replace"] if there else []
-    return f"`{' '.join(words)}` makes it"
+    words = ["python", "-m", "minithink.calibrate", *COMMANDS[name].split()]
+    if spoken:
+        words += ["--model", spoken, *_problems(name)]
+    if adapter is not None:
+        words += ["--adapter", str(adapter)]
+    if output is not None:
+        words += ["--output", str(output)]
+    if there:
+        words += ["--replace"]
+    return f"`{shlex.join(words)}` makes it" + (", or with a --dataset of your own" if spoken else "")
+
+
+def _problems(name: str) -> list[str]:
+    """Problems with which a command can make a file for a model that is not the embedded one."""
+    if name == f"predictor-{NEEDS}.safetensors":  # only problems of the embedded families have needs
+        return ["--dataset", "facts"]
+    if name == FORESIGHT:  # of the problems of an evaluation: a test split
+        return ["--dataset", "GSM8K"]
+    return ["--dataset", "GSM8K", "--split", "train"]
 
 
 def wrong(values: Any, name: str) -> str:

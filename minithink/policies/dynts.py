@@ -163,7 +163,7 @@ class DynTS(Windows):
         if not self._weights:
             raise UsageError(
                 f"{self.name} has no predictor: `python -m minithink.calibrate predictor --targets {self.target}` "
-                "trains one for a model."
+                "trains one for the embedded model; --model and --dataset name another."
             )
         d = self._weights[0].shape[0]
         if d != shape.hidden:

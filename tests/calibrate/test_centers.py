@@ -234,3 +234,12 @@ def test_what_decides_is_a_hash_of_the_tensors() -> None:
     assert found == calibration.identity(CENTERS, GOOD | {"measurements": {}})
     for name in GOOD:
         assert calibration.identity(CENTERS, GOOD | {name: GOOD[name] * 2}) != found
+
+
+def test_texts_that_are_not_graded_are_read_too(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "Who sits?"}\n{"question": "a"}\n')
+    assert main(words(model, path, output=tmp_path / "out", num_prompts=2, grader="none")) == 0
+    assert "2 prompts, not graded" in capsys.readouterr().out

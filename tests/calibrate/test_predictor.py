@@ -495,7 +495,7 @@ def test_incomplete_texts_are_dropped(
     engine = load("tiny", device="cpu")
     prompt, close = engine.prompt_ids("What?"), engine.tokenizer.id_of("</think>")
     tokens = [1, 2, *([close] if ends else []), 3, 4]
-    monkeypatch.setattr(traces, "grade", lambda *args: SimpleNamespace(right=True))
+    monkeypatch.setattr(traces, "is_right", lambda *args: True)
     scores = torch.zeros(length, 4), {"answer": torch.ones(length)}
     monkeypatch.setattr(traces, "importance", lambda *args: scores)
     track = SimpleNamespace(tokens=tokens, prompt=prompt, finish_reason=reason, number=7, prompt_index=0)

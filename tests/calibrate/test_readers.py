@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from minithink import generate as cli
+from minithink.calibrate.__main__ import main as calibrate_main
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate import runner
+from minithink.evaluate import datasets, runner
 from minithink.policies.thinkv import ThinKV
 from tests.calibrate.run import POLICY
 from tests.evaluate.run import options as evaluation
@@ -120,8 +122,12 @@ def two_types(folder: Path) -> None:
     write(folder, GOOD | {"checkpoint": checkpoint_hash(folder), "thresholds": [0.5]})
 
 
+MISSING = (
+    r"thoughts.json does not exist; `python -m minithink.calibrate thoughts --model \S*copy --dataset GSM8K "
+    "--split train` makes it, or with a --dataset of your own"
+)
 SPOILED: list[tuple[Callable[[Path], None], int, str]] = [
-    (missing, 1, r"thoughts.json does not exist; `python -m minithink.calibrate thoughts --model \S*copy` makes it"),
+    (missing, 1, MISSING),
     (of_another, 1, "on the weights 0123456789abcdef, and the model's are {hash}; `python -m minithink.calibrate"),
     (corrupt, 1, "cannot be read as a calibration .*; `python -m minithink.calibrate thoughts .*--replace` makes"),
     (two_types, 2, "3 types need 2 ascending thresholds, and there are 0.5: calibrate with --thoughts 3"),
@@ -138,6 +144,27 @@ def test_generate_says_what_is_wrong_before_it_begins(
     assert out == ""
     assert err.count("\n") == 1
     assert re.search(said.format(hash=checkpoint_hash(copy)), err), err
+
+
+def test_the_command_of_the_message_makes_what_is_missing(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is printed, with fewer prompts; the hub is a folder."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": f"{n} apples and 1?", "answer": f"So many.\n#### {n + 1}"} for n in range(6)]
+    file = tmp_path / "main" / "train-00000-of-00001.parquet"
+    file.parent.mkdir()
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    monkeypatch.setattr(datasets, "download", lambda *_, **__: tmp_path)
+    missing(copy)
+    generation = ["--model", str(copy), "--policy", POLICY, "--budget", "60", "--max-new-tokens", "8", "Who sits?"]
+    assert cli.main(generation) == 1
+    found = re.search("`python -m minithink.calibrate (.*?)`", capsys.readouterr().err)
+    assert found is not None
+    few = ["--num-prompts", "6", "--num-layers", "2", "--max-new-tokens", "8", "--compare", "0", "--device", "cpu"]
+    assert calibrate_main([*shlex.split(found[1]), *few]) == 0
+    assert cli.main(generation) == 0
 
 
 @pytest.mark.parametrize(("spoil", "code", "said"), SPOILED)
@@ -184,7 +211,7 @@ def test_evaluate_runs_with_a_calibration_from_elsewhere(
     assert "calibration" in capsys.readouterr().err
     (folder / "thoughts.json").unlink()
     assert main([*words, "--resume"]) == 1
-    assert f"--model {model} --output {folder}` makes it" in capsys.readouterr().err
+    assert f"--model {model} --dataset GSM8K --split train --output {folder}` makes it" in capsys.readouterr().err
 
 
 def test_generate_takes_a_calibration_from_elsewhere(

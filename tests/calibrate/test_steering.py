@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minithink.calibrate import problems as grading
 from minithink.calibrate import steering
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
@@ -75,7 +76,7 @@ def test_the_vectors_are_differences_of_means(
 ) -> None:
     """Against a generation and a forward pass of their own; the file says what was counted."""
     grades = iter([True, False, True, *[False] * QUESTIONS])
-    monkeypatch.setattr(steering, "grade", lambda *_: SimpleNamespace(right=next(grades)))
+    monkeypatch.setattr(grading, "grade", lambda *_: SimpleNamespace(right=next(grades)))
     assert main(words(model, problems, output=tmp_path)) == 0
     vectors, about = content(tmp_path)
     engine = load(model, device="cpu")
@@ -336,8 +337,13 @@ def test_the_token_that_stops_a_text_is_no_part_of_its_answer(
     ]
     stream = SimpleNamespace(sequences=tracks, advances=lambda: [tracks])
     monkeypatch.setattr(engine, "stream", lambda *_, **__: stream)
-    monkeypatch.setattr(steering, "split_thinking", lambda text, thinks: ("", text))
-    monkeypatch.setattr(steering, "grade", lambda answer, *_: graded.append(answer) or SimpleNamespace(right=True))
+    monkeypatch.setattr(grading, "split_thinking", lambda text, thinks: ("", text))
+
+    def grade(answer: str, *_: object) -> SimpleNamespace:
+        graded.append(answer)
+        return SimpleNamespace(right=True)
+
+    monkeypatch.setattr(grading, "grade", grade)
     with Journal(tmp_path / "x.jsonl", {}, False) as journal:
         steering.generate(engine, [example] * 2, {}, journal)
         assert [line["tokens"] for line in journal.lines] == [[10, 11, 12]] * 2

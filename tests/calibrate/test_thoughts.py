@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from minithink.calibrate import report, thoughts
-from minithink.calibrate.__main__ import main
+from minithink.calibrate.__main__ import COMMANDS, main
 from minithink.calibrate.journal import Journal
+from minithink.calibrate.problems import names_of, splits_of
 from minithink.calibrate.reading import averaged, types
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY, Engine, load
@@ -50,6 +51,12 @@ def test_the_number_of_types_is_written_in_plain_digits(
     monkeypatch.setattr(thoughts, "run", lambda *_: pytest.fail("it ran"))
     assert main(["thoughts", "--thoughts", value]) == 2
     assert f"'{value}' is no whole number of at least 1" in capsys.readouterr().err
+
+
+def of_datasets(**given: Any) -> argparse.Namespace:
+    """The options that name datasets."""
+    usual = {"model": "tiny", "dataset": None, "split": None, "fields": None, "grader": "exact"}
+    return argparse.Namespace(**usual | given)
 
 
 # From end to end --------------------------------------------------------------------------------------------------
@@ -181,7 +188,7 @@ def test_two_types_have_a_file_of_their_own(model: Path, problems: Path, tmp_pat
 
 
 def test_datasets_take_turns() -> None:
-    args = argparse.Namespace(dataset="facts,ledger", split=None, fields=None, num_prompts=5)
+    args = of_datasets(dataset="facts,ledger", num_prompts=5)
     examples, split = thoughts.load_examples(args)
     facts, ledger = (load_problems("validation", family) for family in ("facts", "ledger"))
     assert split == "validation"
@@ -193,7 +200,7 @@ def test_what_ships_is_of_the_weights_and_of_the_problems_that_ship(name: str) -
     shipped = json.loads((TINY / f"{name}.json").read_text(encoding="utf-8"))
     settings = shipped["settings"]
     assert shipped["checkpoint"] == settings["checkpoint"] == checkpoint_hash(TINY)
-    examples, split = thoughts.load_examples(argparse.Namespace(fields=None, **settings))
+    examples, split = thoughts.load_examples(of_datasets(**settings))
     assert (split, settings["problems"]) == ("validation", thoughts.hash_of(examples))
     assert settings["dataset"].split(",") == families()
 
@@ -368,7 +375,76 @@ def test_fields_of_files_may_be_named(model: Path, problems: Path, calibrated: P
     assert "fields" not in usual["settings"]
 
 
-@pytest.mark.parametrize("command", ["thoughts", "steering", "predictor", "foresight"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_fields_belong_to_some_dataset(command: str, capsys: Capture) -> None:
     assert main([command, "--dataset", "facts,ledger", "--fields", "question=text"]) == 2
     assert "those of facts are known: leave it out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_only_the_embedded_model_has_a_default_dataset(command: str, model: Path, capsys: Capture) -> None:
+    assert main([command, "--model", str(model)]) == 2
+    err = capsys.readouterr().err
+    assert "--dataset is missing: only the embedded model has a default, facts." in err
+    assert f"the kind that {model} is to solve" in err
+    args = of_datasets()
+    assert names_of(args) == ["facts"]
+    assert args.dataset == "facts"
+
+
+@pytest.mark.parametrize(
+    ("split", "names", "want"),
+    [
+        (None, ["facts", "p.jsonl"], [None, None]),
+        ("train", ["GSM8K"], ["train"]),
+        ("train", ["GSM8K", "facts"], ["train", "train"]),
+        ("train", ["p.jsonl", "GSM8K"], [None, "train"]),  # files have no splits
+        ("validation,train", ["facts", "GSM8K"], ["validation", "train"]),
+        (",train", ["facts", "GSM8K"], [None, "train"]),
+        ("train", ["p.jsonl"], ["train"]),  # which is refused when it is loaded
+    ],
+)
+def test_several_datasets_may_have_a_split_each(split: str | None, names: list[str], want: list[str | None]) -> None:
+    assert splits_of(split, names) == want
+
+
+def test_as_many_splits_as_datasets(capsys: Capture) -> None:
+    assert main(["thoughts", "--dataset", "facts,ledger,search", "--split", "train,validation"]) == 2
+    assert "--split train,validation names 2 splits, and there are 3 datasets" in capsys.readouterr().err
+
+
+def test_problems_of_a_family_and_of_a_file_take_turns(problems: Path) -> None:
+    args = of_datasets(dataset=f"{problems},facts", split="validation", num_prompts=4)
+    examples, split = thoughts.load_examples(args)
+    own = load_dataset(str(problems))
+    others = load_dataset("facts", "validation")
+    assert examples == [own[0], others[0], own[1], others[1]]
+    assert split == ",validation"
+
+
+def test_a_grader_is_tried_before_anything_is_generated(
+    problems: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(thoughts, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert main(["thoughts", "--dataset", str(problems), "--num-prompts", "5", "--grader", "choice"]) == 2
+    assert "The grader choice would take no text for right in 5 of 5 problems" in capsys.readouterr().err
+
+
+def test_problems_without_answers_calibrate_with_the_grader_none(
+    model: Path, problems: Path, calibrated: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / problems.name
+    rows = [json.loads(line) for line in problems.read_text().splitlines()]
+    path.write_text("\n".join(json.dumps({"id": row["id"], "question": row["question"]}) for row in rows))
+    assert main(options(model, path, output=tmp_path / "out")) == 1
+    assert "line 1 has no answer" in capsys.readouterr().err
+    values = calibrate(model, path, output=tmp_path / "out", grader="none")
+    assert f"{QUESTIONS} prompts, not graded" in capsys.readouterr().out
+    usual = json.loads((calibrated / "thoughts.json").read_text())
+    assert values["settings"]["grader"] == "none"
+    assert values["measurements"] == usual["measurements"] | {"right": None}
+
+
+def test_a_predictor_needs_right_answers(capsys: Capture) -> None:
+    assert main(["predictor", "--grader", "none"]) == 2
+    assert "there is no 'none'" in capsys.readouterr().err

@@ -37,8 +37,10 @@ def test_other_json_is_no_calibration(values: Any, said: str, tmp_path: Path) ->
 def test_the_command_that_makes_a_file() -> None:
     assert calibration.command("thoughts.json") == "`python -m minithink.calibrate thoughts` makes it"
     assert calibration.command("thoughts-2.json", "a/b", Path("c")) == (
-        "`python -m minithink.calibrate thoughts --thoughts 2 --model a/b --output c` makes it"
+        "`python -m minithink.calibrate thoughts --thoughts 2 --model a/b --dataset GSM8K --split train --output c` "
+        "makes it, or with a --dataset of your own"
     )
+    assert "--model 'my model'" in calibration.command("thoughts.json", "my model")
     assert "no command" in calibration.command("foreign.json")
 
 
