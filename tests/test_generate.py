@@ -152,6 +152,8 @@ def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
+        ("window:budget=960B", r"the budget 960B of window is 3 tokens a KV head \(a token takes 320 bytes: 4 KV"),
+        ("window:budget=960B", r"has \d+ tokens, and window:budget=960B keeps 3: parts of the question"),
         ("window:budget=3", r"has \d+ tokens, and window:budget=3 keeps 3: parts of the question may be evicted"),
         ("window:budget=90", ""),
         ("window:budget=90,protect_prompt=true", ""),
@@ -775,6 +777,8 @@ def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...], f
             r"no hyperparameter 'bugdet' \(did you mean budget\?\); it takes budget, ",
         ),
         (("a", "--policy", "window", "--budget", "64", "--schedule", "weekly"), "schedule 'weekly' is unknown"),
+        (("a", "--policy", "window", "--budget", "3B"), "window: a budget of 3B holds no token, because one takes"),
+        (("a", "--policy", "window", "--budget", "3MB"), "'3MB' is no number of bytes such as 2MiB"),
         (("a", "--schedule", "every"), "without a policy: name one of window, .*, skipkv, crystal"),
         (("a", "--temperature", "-1"), "-1.0"),
         (("a", "--top-p", "1.5"), "1.5"),

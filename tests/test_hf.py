@@ -25,6 +25,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Policy, Step
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.sizes import TokenBytes
 from minithink.model import Decoder, Rope
 from minithink.policies import load as load_policy
 from minithink.policies import parse
@@ -363,6 +364,15 @@ def test_the_report_says_what_was_kept_and_which_budgets_bound() -> None:
     loose = hf.cache(model, "window:budget=400")
     plain_generate(model, padded(prompts_of(61, (12, 3), 2)), 11, **{CACHE: loose})
     assert "limited none of 2 sequences" in str(loose.report())
+
+
+def test_bytes_are_the_tokens_that_they_hold_in_this_model() -> None:
+    decoder = random_decoder(example_config("LlamaForCausalLM"), 1)
+    of_token = TokenBytes.of(Window(budget=1), config=decoder.config, dtype=decoder.embed.dtype).payload(1)
+    cache = hf.cache(model_of(decoder), f"window:budget={9 * of_token}B")
+    assert cache.policy.budget == 9
+    with pytest.raises(UsageError, match="window: a budget of 3B holds no token"):
+        hf.cache(model_of(decoder), "window:budget=3B")
 
 
 def test_a_policy_of_ones_own_runs_by_its_file_or_as_an_object(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: `python -m minithink.evaluate --policies … --output-dir DIR`, and its companions
-`python -m minithink.evaluate paper TABLE …`, `… plot DIR…`, `… tune …`, `… margins` and `… loss …`."""
+`python -m minithink.evaluate paper TABLE …`, `… plot DIR…`, `… summary DIR…`, `… tune …`, `… margins` and
+`… loss …`."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ COMMANDS = {
     "loss": "minithink.evaluate.loss",
     "paper": "minithink.evaluate.paper",
     "plot": "minithink.evaluate.plots",
+    "summary": "minithink.evaluate.equal_bytes",
     "tune": "minithink.evaluate.tune",
     "margins": "minithink.evaluate.margins",
 }
@@ -41,7 +43,8 @@ def _run(first: str, argv: list[str]) -> int:
         prog=f"python -m {PROGRAM}",
         description=DESCRIPTION,
         epilog=f"`python -m {PROGRAM} paper` runs tables of papers, `… loss` takes the loss of texts, "
-        "`… plot DIR…` redraws pictures, `… tune` chooses hyperparameters, and `… margins` "
+        "`… plot DIR…` redraws pictures, `… summary DIR… --at-bytes` compares policies at equal bytes, "
+        "`… tune` chooses hyperparameters, and `… margins` "
         "counts where another batch size may change a result.",
     )
     runner.add_arguments(parser)

@@ -122,7 +122,7 @@ def summarize(
         for r in ordered:
             if group in (None, r.group):
                 members[r.policy, r.budget].append(r)
-        shares = {cell: _shares(rows) for cell, rows in members.items()}
+        shares = {cell: shares_of(rows) for cell, rows in members.items()}
         for cell in cells:
             if cell not in members:
                 continue
@@ -157,7 +157,7 @@ def budget_order(budget: Budget) -> tuple[int, float]:
     return (1 if isinstance(budget, int) else 2), budget
 
 
-def _shares(records: Sequence[Record]) -> dict[str, float]:
+def shares_of(records: Sequence[Record]) -> dict[str, float]:
     """Problem → the share of its samples that are right. Samples that were not graded do not count."""
     samples: dict[str, list[bool]] = defaultdict(list)
     for r in records:
@@ -364,10 +364,10 @@ def _table(rows: Sequence[Row]) -> str:
             difference = points(row.difference)
             if row.difference_low is not None and row.difference_high is not None:
                 difference += f" ({points(row.difference_low)} to {points(row.difference_high)})"
-            difference += f" against {_code(str(row.reference))}"
+            difference += f" against {code(str(row.reference))}"
         lines.append(
             [
-                _code(row.policy),
+                code(row.policy),
                 budget_of(row),
                 f"{row.problems:,} × {row.samples / row.problems:.3g}",
                 f"{right} ({interval}{mark})" if interval else right,
@@ -393,7 +393,7 @@ def _escaped(text: str) -> str:
     return escaped(" ".join(marked.split()))
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
     """Text as code in a Markdown table, where a bar would end the cell."""
     return "`" + escaped(" ".join(text.split())).replace("`", "'").replace("|", "\\|") + "`"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
@@ -19,6 +18,7 @@ from minithink.bench.answers.overall import DIFFERENCE, difference, points, shar
 from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, drawn, wanted_of
 from minithink.bench.tables.markdown import aligned
 from minithink.errors import MinithinkError, UsageError, alternatives
+from minithink.evaluate.equal_bytes import between
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.summary import FULL, budget_text
 
@@ -188,15 +188,17 @@ def at_bytes(sides: Sides, family: str, policy: str, size: float) -> Side:
             f"The pool has no answers of {policy} in {family} that say which were right: give other --families."
         )
     own.sort(key=lambda side: side.size)
-    for low, high in pairwise(own):
-        if low.size <= size <= high.size:
-            share = (size - low.size) / (high.size - low.size)
-            return Side(
-                budget=f"{low.budget} to {high.budget}",
-                right=[x + share * (y - x) for x, y in zip(low.right, high.right, strict=True)],
-                size=size,
-                tokens=low.tokens + share * (high.tokens - low.tokens),
-            )
+    places = between([side.size for side in own], size)
+    if places is not None:
+        low = own[places[0]]
+        high = own[places[1]]
+        share = places[2]
+        return Side(
+            budget=low.budget if low is high else f"{low.budget} to {high.budget}",
+            right=[x + share * (y - x) for x, y in zip(low.right, high.right, strict=True)],
+            size=size,
+            tokens=low.tokens + share * (high.tokens - low.tokens),
+        )
     raise MinithinkError(
         f"{policy} takes {own[0].size:.1%} to {own[-1].size:.1%} of the full cache's bytes in {family}, never "
         f"{size:.1%}: give other --budgets or --families."
