@@ -16,7 +16,7 @@ from pathlib import Path
 from minithink.cli.commands import INTERRUPTED
 from minithink.engine import Engine
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, quoted, unwritable
-from minithink.evaluate import runner
+from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import Example, check_fields, check_name, takes_fields
 from minithink.evaluate.grading import NONE
 from minithink.evaluate.job import Job
@@ -84,10 +84,11 @@ def _run(table: Table, parts: list[Part], args: argparse.Namespace, argv: list[s
         notes += too_small
     check_calibrations(engine, fitting)
     lines = [*said(table, fitting, args, engine, examples), *notes]
+    note = f"# {args.table}\n\n" + "".join(f"- {line}\n" for line in lines)
     if not ranks.rank:
         for line in lines:
             _say(line)
-        _write(args.output_dir, args.table, lines)
+        _write(args.output_dir, note)
     ranks.wait()
     for part in fitting:
         folder = args.output_dir / part.name
@@ -96,6 +97,10 @@ def _run(table: Table, parts: list[Part], args: argparse.Namespace, argv: list[s
             return INTERRUPTED
         if not ranks.rank:
             runner.finish(folder, rows)
+            text = compared(part, rows)
+            print(text)
+            note += f"\n{text}"
+            _write(args.output_dir, note)
     return 0
 
 
@@ -448,14 +453,39 @@ def _of_datasets(table: Table, parts: Sequence[Part], args: argparse.Namespace) 
     return found
 
 
-def _write(folder: Path, name: str, lines: Sequence[str]) -> None:
-    """Write what was said beside the results. MinithinkError: that is not possible."""
-    text = "\n".join(f"- {line}" for line in lines)
+def _write(folder: Path, text: str) -> None:
+    """Write what was said, and found, beside the results. MinithinkError: that is not possible."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write(folder / NOTE, f"# {name}\n\n{text}\n")
+        write(folder / NOTE, text)
     except OSError as error:
         raise unwritable("The note", folder, error, "folder") from None
+
+
+# --- what was found
+
+
+def compared(part: Part, rows: Sequence[summary.Row]) -> str:
+    """The Markdown table of a part: its rows as the paper calls them, what the paper reports, and what was found."""
+    reported = part.column.reported if part.stands else {}
+    found = {(row.policy, row.budget): row for row in rows if row.group is None}
+    short = [model.replace("DeepSeek-R1-Distill-", "R1-") for model in reported]
+    header = ["method", "budget", *(f"paper, {model}" for model in short), "here", "95 % interval"]
+    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
+    for method in part.rows:
+        for cell in runner.cells_of(part.job):
+            row = found.get(cell.name)
+            if cell.policy != method.policy or row is None:
+                continue
+            right, interval = summary.accuracy_of(row)
+            percents = []
+            for numbers in reported.values():
+                tokens = cell.budget if isinstance(cell.budget, int) else None
+                percent = numbers.get((method.name, tokens))
+                percents.append("–" if percent is None else f"{percent:g}%")
+            lines.append([method.name, summary.budget_of(row), *percents, right, interval])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return f"## {escaped(part.name)}\n\n{table}\n"
 
 
 def _say(text: str) -> None:

@@ -320,14 +320,14 @@ def show(rows: Sequence[Row], folder: Path) -> None:
         column.no_wrap = True
     for row in rows:
         if row.group is None:
-            right, interval = _accuracy(row)
+            right, interval = accuracy_of(row)
             sizes = (f"{row.generated_mean:,.0f}", size(row.kv_bytes_peak), f"{row.tokens_peak:,.0f}")
             table.add_row(Text(escaped(row.policy)), budget_of(row), right, interval, *sizes)
     Console(highlight=False).print(table)
     print(f"All columns, what they mean, and the groups of problems: {escaped(folder / 'summary.md')}")
 
 
-def _accuracy(row: Row) -> tuple[str, str]:
+def accuracy_of(row: Row) -> tuple[str, str]:
     """pass@1 and its interval as a table shows them: "–" and an empty text if nothing was graded."""
     if row.pass_at_1 is None:
         return "–", ""
@@ -357,7 +357,7 @@ def _table(rows: Sequence[Row]) -> str:
     header += [*shares.values(), *(["counted"] if counted else []), *(["not finite"] if broken else [])]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for row in rows:
-        right, interval = _accuracy(row)
+        right, interval = accuracy_of(row)
         mark = " w" if row.interval == "wilson" else ""
         difference = "–"
         if row.difference is not None:

@@ -65,6 +65,39 @@ def test_every_dataset_of_every_table_is_known() -> None:
         assert len(set(folders)) == len(folders), name
 
 
+def test_every_number_of_a_paper_is_of_a_row_and_a_budget_of_its_table() -> None:
+    count = 0
+    for name, column in all_columns():
+        cells = set()
+        for row in column.rows:
+            budgets = (row.budgets or column.budgets) if Spec(row.policy).takes_budget else (None,)
+            cells |= {(row.name, budget) for budget in budgets}
+        for model, numbers in column.reported.items():
+            assert model in TABLES[name].models, name
+            assert set(numbers) == cells, (name, column.dataset)
+            count += len(numbers)
+    assert count == 2 * (8 + 2 + 3 + 7) + 3 + 10 + 8 + 2 * 6 * (8 + 6)
+
+
+def test_the_averages_of_dynts_are_those_of_its_tables() -> None:
+    """Tables 1 and 2 print the average of the six datasets, rounded down or up."""
+    averages = {
+        "dynts-table1-llama": (61.6, 39.2, 43.3, 49.4, 55.9, 56.3, 59.6, 61.9),
+        "dynts-table1-qwen": (65.5, 59.5, 59.8, 59.6, 61.6, 63.2, 62.2, 65.3),
+        "dynts-table2-llama": (61.9, 59.0, 39.8, 59.6, 42.2, 39.8),
+        "dynts-table2-qwen": (65.3, 61.6, 62.6, 63.5, 61.9, 57.6),
+    }
+    for name, of_rows in averages.items():
+        columns = TABLES[name].columns
+        for row, average in zip(columns[0].rows, of_rows, strict=True):
+            numbers = []
+            for column in columns:
+                (reported,) = column.reported.values()
+                numbers += [percent for (own, _), percent in reported.items() if own == row.name]
+            assert len(numbers) == 6
+            assert sum(numbers) / 6 == pytest.approx(average, abs=0.1), (name, row)
+
+
 def test_methods_of_dynts_keep_equally_many_tokens() -> None:
     """Of a prompt of 100 tokens, 2,970 stay with R1-Llama's settings, 2,000 of them the newest."""
     (column,) = (c for c in TABLES["dynts-table1-llama"].columns if c.dataset == "AIME24")
@@ -141,6 +174,10 @@ def test_rows_that_need_no_calibration_run_without_one(
     assert not (tmp_path / "AIME24").exists(), "it is known before anything is generated"
     assert main([*words, "--rows", "baseline,KIVI,PM-KVQ"]) == 0
     assert [r.policy for r in read(tmp_path / "AIME24").records] == ["full", "kivi", "pm_kvq:bits=2,max_len=32768"]
+    note = (tmp_path / paper.NOTE).read_text()
+    assert "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval |" in note
+    assert "| KIVI | – | 40% | 60.56% | 0.0% |" in note
+    assert "| KIVI | – | 40% | 60.56% | 0.0% |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -161,6 +198,9 @@ def test_a_table_of_each_paper_runs_on_the_embedded_model(
     assert len(folders) == (2 if table == "skipkv-table3" else 1)
     for folder in folders:
         assert len(read(folder).records) == cells, folder
+        settings = json.loads((folder / "config.json").read_text())["settings"]
+        assert settings["top_k"] == (TABLES[table].top_k or 0), "the model names none"
+    assert "paper, " not in (tmp_path / paper.NOTE).read_text(), "the paper has no numbers of this dataset"
 
 
 def test_each_row_has_its_own_budgets() -> None:

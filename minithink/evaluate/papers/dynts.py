@@ -8,7 +8,7 @@ answers a problem. All methods evict when the cache reaches B, and keep equally 
 
 from __future__ import annotations
 
-from minithink.evaluate.papers.table import R1_LLAMA_8B, R1_QWEN_7B, Column, Row, Table
+from minithink.evaluate.papers.table import R1_LLAMA_8B, R1_QWEN_7B, Column, Numbers, Row, Table
 
 PAPER = "DynTS"
 NEW_TOKENS = 16_384
@@ -65,10 +65,62 @@ def _of_table_2(budget: int, ratio: float, local: float) -> tuple[Row, ...]:
     )
 
 
+# Right answers in table 1 and 2, in the order of (*HARD, *EASY).
+_IN_TABLE_1 = {
+    R1_LLAMA_8B: {
+        "Transformers": (47.3, 28.6, 86.5, 46.4, 73.1, 87.5),
+        "Window": (18.6, 14.6, 59.5, 37.6, 47.0, 58.1),
+        "StreamingLLM": (20.6, 16.6, 65.0, 37.8, 53.4, 66.1),
+        "SepLLM": (30.0, 20.0, 71.0, 39.7, 61.4, 74.5),
+        "H2O": (38.6, 22.6, 82.5, 41.6, 67.5, 82.7),
+        "SnapKV": (39.3, 24.6, 80.5, 41.9, 68.7, 83.1),
+        "R-KV": (44.0, 26.0, 86.5, 44.5, 71.4, 85.2),
+        "DynTS (Ours)": (49.3, 29.3, 87.0, 46.3, 72.3, 87.2),
+    },
+    R1_QWEN_7B: {
+        "Transformers": (52.0, 35.3, 87.5, 49.0, 77.9, 91.3),
+        "Window": (41.3, 31.3, 82.0, 45.9, 71.8, 85.0),
+        "StreamingLLM": (42.0, 29.3, 85.0, 45.9, 71.2, 85.8),
+        "SepLLM": (38.6, 31.3, 85.5, 45.6, 72.0, 84.4),
+        "H2O": (42.6, 33.3, 84.5, 48.1, 74.1, 87.0),
+        "SnapKV": (48.6, 33.3, 87.5, 46.5, 74.9, 88.2),
+        "R-KV": (44.0, 32.6, 85.0, 47.2, 75.8, 88.8),
+        "DynTS (Ours)": (52.0, 36.6, 88.5, 48.1, 76.4, 90.0),
+    },
+}
+_IN_TABLE_2 = {
+    R1_LLAMA_8B: {
+        "DynTS": (49.3, 29.3, 87.0, 46.3, 72.3, 87.2),
+        "w.o. L": (40.6, 23.3, 86.5, 46.3, 72.0, 85.5),
+        "w.o. Q": (19.3, 14.6, 59.0, 38.1, 47.8, 59.8),
+        "w.o. T": (44.0, 27.3, 85.0, 44.0, 71.5, 85.9),
+        "T-Random": (24.6, 16.0, 59.5, 37.4, 51.7, 63.9),
+        "T-Bottom": (20.6, 15.3, 59.0, 37.3, 47.3, 59.5),
+    },
+    R1_QWEN_7B: {
+        "DynTS": (52.0, 36.6, 88.5, 48.1, 76.4, 90.0),
+        "w.o. L": (42.0, 32.0, 87.5, 46.3, 75.2, 87.0),
+        "w.o. Q": (46.0, 36.0, 86.0, 43.9, 75.1, 89.0),
+        "w.o. T": (47.3, 34.6, 85.5, 49.1, 75.1, 89.2),
+        "T-Random": (46.0, 32.6, 84.5, 47.5, 73.8, 86.9),
+        "T-Bottom": (38.0, 30.0, 80.0, 44.3, 69.8, 83.3),
+    },
+}
+
+
+def _reported(number: int, model: str, place: int, budget: int) -> Numbers:
+    """What a table reports of a dataset. place: of the dataset in (*HARD, *EASY)."""
+    by_row = (_IN_TABLE_1 if number == 1 else _IN_TABLE_2)[model]
+    found = dict[tuple[str, int | None], float]()
+    for row, percents in by_row.items():
+        found[row, None if row == "Transformers" else budget] = percents[place]
+    return found
+
+
 def _table(number: int, shows: str, model: str, ratio: float, local_of_easy: int) -> Table:
     rows_of = _of_table_1 if number == 1 else _of_table_2
     columns = []
-    for dataset in (*HARD, *EASY):
+    for place, dataset in enumerate((*HARD, *EASY)):
         budget = 5000 if dataset in HARD else 3000
         local = 2000 if dataset in HARD else local_of_easy
         share = round(local / budget, 3)
@@ -78,6 +130,7 @@ def _table(number: int, shows: str, model: str, ratio: float, local_of_easy: int
             budgets=(budget,),
             max_new_tokens=NEW_TOKENS,
             scaled=rows_of(budget, ratio, share),
+            reported={model: _reported(number, model, place, budget)},
         )
         columns.append(column)
     differs = (*COMMON, *OF_TABLE_1) if number == 1 else COMMON

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+# What the paper reports of a model: a row and its budget (None: it has none) → right answers in percent.
+Numbers = Mapping[tuple[str, int | None], float]
 
 CODE = ("LiveCodeBench", "CodeForces")  # their answers are programs, which are not graded here
 
@@ -35,6 +38,7 @@ class Column:
     padded_budget: int | None = None  # as the options of a run
     group: bool = False
     label: str = ""  # the name of its folder; "": that of the dataset
+    reported: Mapping[str, Numbers] = field(default_factory=dict)  # by model, if the text of the paper has numbers
 
     @property
     def name(self) -> str:
