@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from minithink.backend import Backend
 from minithink.cli.commands import Parser, exit_code, positive
-from minithink.cli.models import add_model_arguments
+from minithink.cli.models import add_model_arguments, model_options
 from minithink.config import ModelConfig
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, escaped
@@ -499,7 +499,7 @@ def _run(argv: list[str] | None) -> int:
     if budget is None and written.leaves_open("budget"):
         budget = BUDGET
     policy = written.make(budget=budget)
-    engine = load(args.model, adapter=args.adapter, device="cpu", dtype="float32")
+    engine = load(args.model, device="cpu", dtype="float32", **model_options(args))
     check_budget(policy, PROMPT)
     engine.try_out(engine.bind(copy.deepcopy(policy)))
     trial = trial_of(engine, policy, args.tokens)

@@ -41,7 +41,7 @@ from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.stream import Stream, prompts_at_once
-from minithink.text.chat import start_child
+from minithink.text.chat import GIVEN, start_child, unread_variables
 from minithink.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -65,6 +65,7 @@ def load(
     backend: str = "auto",
     calibration: str | Path | None = None,
     adapter: str | Path | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> Engine:
     """Load a checkpoint: a folder, a GGUF file, a Hugging Face model id, or the embedded model ("tiny").
 
@@ -78,6 +79,7 @@ def load(
             or else the model's.
         adapter: folder of a LoRA adapter in PEFT's format, which is merged into the weights
             (`checkpoint/adapter.py`). If the tokenizer or the defaults for generation lie there, too, they are used.
+        template: variables of the chat template by name, as in {"enable_thinking": False}.
 
     Raises:
         UsageError: an argument makes no sense here.
@@ -111,7 +113,7 @@ def load(
     try:
         read = load_decoder if merged is None else merged.load
         decoder = read(folder, device=where, dtype=number_type, backend=ops)
-        return Engine(decoder, tokenizer, defaults, home)
+        return Engine(decoder, tokenizer, defaults, home, template)
     except (RuntimeError, MemoryError) as error:
         if not memory.is_out_of_memory(error):
             raise
@@ -150,9 +152,23 @@ class Engine:
     """A decoder with its tokenizer and defaults."""
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, generation_config: GenerationConfig, home: Home | None = None
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        generation_config: GenerationConfig,
+        home: Home | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
-        """home: None: the model has no files, and no policy can read a calibration."""
+        """
+        Args:
+            home: None: the model has no files, and no policy can read a calibration.
+            template: variables of the chat template by name, plain data; None: it gets none.
+
+        Raises:
+            UsageError: there are variables and no template, or one of them cannot be given.
+        """
+        self.template = dict(template or {})
+        _check_template(self.template, tokenizer)
         self.loaded = Loaded(decoder, tokenizer, generation_config.stop_ids, home)
         self.generation_config = generation_config
         self.config = self.loaded.config
@@ -162,6 +178,10 @@ class Engine:
         self.dtype = self.loaded.dtype
         self.rope = self.loaded.rope
         self.cautions = self.loaded.cautions
+        unread = unread_variables(tokenizer.chat_template or "", self.template)
+        if unread:
+            names = " and no ".join(map(quoted, unread))
+            self.cautions.add(f"the chat template reads no {names}, so that giving it has no effect")
 
     def _bytes_for(self, policy: Policy | None, plain: bool, rows: int, sizes: Sequence[int], prompt: int) -> int:
         """Bytes of a cache. Under a policy all rows are as long as the longest sequence.
@@ -560,7 +580,7 @@ class Engine:
         """The token ids of a conversation that the model continues. messages: {"role": ..., "content": ...} each."""
         for message in messages:
             _refuse_surrogates(message["content"])
-        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages))
+        ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **self.template))
         if not ids:
             raise MinithinkError("The chat template makes an empty prompt of the messages: pass --no-chat.")
         return self._known(ids)
@@ -733,6 +753,18 @@ def refuse_recorded(policy: Policy) -> None:
             raise UsageError(
                 f"{member.name} foresees recorded texts of the model's own, and given texts are none: name another "
                 "policy."
+            )
+
+
+def _check_template(variables: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """UsageError: there are variables and no chat template, or a variable cannot be given."""
+    if variables and tokenizer.chat_template is None:
+        raise UsageError("The model has no chat template, whose variables --template gives: leave it out.")
+    for name in variables:
+        if not isinstance(name, str) or name in GIVEN:
+            raise UsageError(
+                f"The chat template's variable {quoted(name)} cannot be given: {' and '.join(GIVEN)} come from the "
+                "conversation, and names are texts."
             )
 
 

@@ -34,7 +34,7 @@ from minithink.cli.commands import (
     tokens_or_bytes,
 )
 from minithink.cli.cores import MANY, Interruptions
-from minithink.cli.models import add_model_arguments
+from minithink.cli.models import add_model_arguments, model_options
 from minithink.cli.process import INTERRUPTED
 from minithink.cli.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.cli.terminal import Screen, counter, until_interrupted
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace) -> int:
     tasks = _tasks(args)
     from minithink.engine import load
 
-    names = ("revision", "device", "dtype", "backend", "calibration", "adapter")
-    engine = load(args.model, **{name: getattr(args, name) for name in names})
+    names = ("revision", "device", "dtype", "backend", "calibration")
+    engine = load(args.model, **model_options(args), **{name: getattr(args, name) for name in names})
     if args.threads is not None:
         import torch
 
@@ -160,7 +160,7 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
         return None
     from minithink.trace.recorder import Recorder
 
-    names = ("model", "policy", "budget", "schedule", "seed", "temperature")
+    names = ("model", "template", "policy", "budget", "schedule", "seed", "temperature")
     about = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return Recorder(args.trace, engine.tokenizer, about={"model": "tiny", **about})
 
@@ -419,6 +419,8 @@ def _tasks(args: argparse.Namespace) -> list[Task]:
         raise UsageError("There are two prompts: give PROMPT, --prompt or --prompt-file, only one of them.")
     if args.system is not None and args.chat is False:
         raise UsageError("--system needs the chat template that --no-chat turns off: drop one of them.")
+    if args.template and args.chat is False:
+        raise UsageError("--template needs the chat template that --no-chat turns off: drop one of them.")
     if args.trace is not None and args.cache == "plain":
         raise UsageError("--trace listens to pages: drop it, or --cache plain.")
     if args.interactive:

@@ -29,7 +29,7 @@ from torch import Tensor
 from minithink.analysis import runs
 from minithink.analysis.premises import KINDS, separability, sparsity_by_kind
 from minithink.cli.commands import location, natural, positive
-from minithink.cli.models import add_model_arguments, model_name
+from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.ref.decode_attention import group_reduce
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Read the traces, measure, write the result."""
     record.check(args.output)
-    engine = load(args.model, adapter=args.adapter, device=args.device, backend="reference", dtype="float32")
+    engine = load(args.model, device=args.device, backend="reference", dtype="float32", **model_options(args))
     assert engine.loaded.home is not None
     result = record.new("attention", argv, engine.device, program="minithink.analysis")
     result["checkpoint"] = engine.loaded.home.checkpoint
@@ -78,6 +78,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "limit": args.limit,
         "seed": args.seed,
         "tau": args.tau,
+        **model_settings(args),
     }
     traces = [Trace.of(engine, one) for one in references(args.limit, args.seed)]
     looks = list[Look]()

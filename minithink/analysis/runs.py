@@ -9,7 +9,7 @@ from typing import Any
 
 from minithink.analysis.dense import Steering, batches, decode
 from minithink.cli.commands import finite, location, natural, positive
-from minithink.cli.models import add_model_arguments
+from minithink.cli.models import add_model_arguments, model_options, model_settings
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.results import record
@@ -62,14 +62,14 @@ def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine,
     if args.limit > len(problems):
         print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
     problems = problems[: args.limit]
-    engine = load(args.model, adapter=args.adapter, device=args.device, backend="reference", dtype="float32")
+    engine = load(args.model, device=args.device, backend="reference", dtype="float32", **model_options(args))
     if "layer" in args:
         args.layer = layer_of(engine.config.num_layers, args.layer)
     context = engine.config.max_position
     if (longest := max(len(engine.prompt_ids(p.question)) for p in problems)) >= context:
         raise UsageError(f"A problem has {longest:,} tokens and the context holds {context:,}: give another --model.")
     result = record.new(name, argv, engine.device, program="minithink.analysis")
-    result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args}
+    result["settings"] = {n: getattr(args, n) for n in SETTINGS if n in args} | model_settings(args)
     return engine, problems, result
 
 

@@ -23,12 +23,14 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.models import load_model
 from minithink.calibrate.problems import dataset_options, graded_of
 from minithink.calibrate.steering import generate
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import CENTERS, METADATA
 from minithink.cli.commands import INTERRUPTED, positive
-from minithink.engine import Engine, load
+from minithink.cli.models import model_settings
+from minithink.engine import Engine
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.model import rope_frequencies
@@ -59,7 +61,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, read again, average, write."""
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     examples, args.split = load_examples(args)
-    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    engine = load_model(args)
     assert engine.loaded.home is not None
     folder = args.output or engine.loaded.home.calibration
     path = folder / CENTERS
@@ -73,6 +75,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts", "tokens")},
         **dataset_options(args).settings(),
+        **model_settings(args),
         **drawn,
         **machine_of(engine),
     }

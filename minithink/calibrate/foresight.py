@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.models import load_model
 from minithink.calibrate.problems import (
     add_dataset_arguments,
     dataset_options,
@@ -25,8 +26,8 @@ from minithink.calibrate.problems import (
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
 from minithink.checkpoint.calibration import FORESIGHT
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
-from minithink.cli.models import add_model_arguments
-from minithink.engine import Engine, load
+from minithink.cli.models import add_model_arguments, model_settings
+from minithink.engine import Engine
 from minithink.errors import UsageError, escaped
 from minithink.evaluate.datasets import Example
 from minithink.results import record
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     for name, split in zip(names, splits_of(args.split, names), strict=True):
         datasets[name] = options.load(name, split, args.limit)
         say_of_graders(datasets[name])
-    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    engine = load_model(args)
     assert engine.loaded.home is not None
     path = (args.output or engine.loaded.home.calibration) / FORESIGHT
     if path.exists() and not args.replace:
@@ -93,6 +94,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "limit": args.limit,
         "problems": hash_of(examples),
         **dataset_options(args).settings(),
+        **model_settings(args),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),

@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save
 
 from minithink.calibrate import curves
+from minithink.calibrate.models import load_model
 from minithink.calibrate.problems import add_dataset_arguments, dataset_options, names_of, say_of_graders
 from minithink.calibrate.quality import by_position, mean, quality
 from minithink.calibrate.thoughts import CPU_BATCH, GPU_BATCH, hash_of
@@ -33,8 +34,8 @@ from minithink.calibrate.traces import Trace, held_out, problems_of, sample
 from minithink.calibrate.training import Recipe, look, settings_of, train
 from minithink.checkpoint.calibration import TARGETS, WEIGHTS
 from minithink.cli.commands import INTERRUPTED, different, finite, location, natural, positive
-from minithink.cli.models import add_model_arguments
-from minithink.engine import Engine, load
+from minithink.cli.models import add_model_arguments, model_settings
+from minithink.engine import Engine
 from minithink.errors import UsageError, escaped, quoted, unwritable
 from minithink.evaluate.grading import GRADERS
 from minithink.results import record
@@ -161,7 +162,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     options = dataset_options(args)
     problems = problems_of(names_of(args), args.split, args.num_prompts, args.seed, options)
     say_of_graders([example for _, example in problems])
-    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    engine = load_model(args)
     assert engine.loaded.home is not None
     folder = args.output or engine.loaded.home.calibration
     for target in args.targets:
@@ -187,6 +188,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "num_prompts": args.num_prompts,
         "problems": hash_of([example for _, example in problems]),
         **options.settings(),
+        **model_settings(args),
         **drawing,
         "device": engine.device.type,
         "dtype": str(engine.dtype).removeprefix("torch."),

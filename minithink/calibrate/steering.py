@@ -31,11 +31,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.models import load_model
 from minithink.calibrate.problems import dataset_options, graded_of, is_right
 from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
 from minithink.checkpoint.calibration import METADATA
 from minithink.cli.commands import INTERRUPTED, location
-from minithink.engine import Engine, load
+from minithink.cli.models import model_settings
+from minithink.engine import Engine
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.reread.attention import read
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         need_matplotlib()
     examples, args.split = load_examples(args)
-    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    engine = load_model(args)
     assert engine.loaded.home is not None
     folder = args.output or engine.loaded.home.calibration
     if (folder / FILE).exists() and not args.replace:
@@ -85,6 +87,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "problems": hash_of(examples),
         **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")},
         **dataset_options(args).settings(),
+        **model_settings(args),
         **drawn,
         **machine_of(engine),
     }

@@ -22,6 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from minithink.calibrate.journal import Journal, folder_of_texts
+from minithink.calibrate.models import load_model
 from minithink.calibrate.problems import (
     add_dataset_arguments,
     dataset_options,
@@ -34,8 +35,8 @@ from minithink.calibrate.problems import (
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
-from minithink.cli.models import add_model_arguments
-from minithink.engine import Engine, load
+from minithink.cli.models import add_model_arguments, model_settings
+from minithink.engine import Engine
 from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.kv.sizes import check_budget
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     policy = policy_of(args)
     examples, args.split = load_examples(args)
-    engine = load(args.model, adapter=args.adapter, device=args.device, dtype=args.dtype)
+    engine = load_model(args)
     assert engine.loaded.home is not None
     if args.num_layers > engine.config.num_layers:
         raise UsageError(f"--num-layers {args.num_layers}: the model has {engine.config.num_layers}.")
@@ -221,6 +222,7 @@ def settings_of(
         "budget": policy.budget,
         "problems": hash_of(examples),
         **dataset_options(args).settings(),
+        **model_settings(args),
         **drawing,
         **machine_of(engine),
     }

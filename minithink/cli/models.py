@@ -1,11 +1,16 @@
-"""The options that say which model a command loads."""
+"""The options that say which model a command loads, and how it is spoken to."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
-from minithink.cli.commands import location
+from minithink.cli.commands import DECIMAL, location
+from minithink.errors import quoted
+
+WORDS = {"true": True, "false": False, "none": None, "null": None}  # values of --template that are no text
 
 
 def model_name(model: str, adapter: Path | None) -> str:
@@ -14,7 +19,7 @@ def model_name(model: str, adapter: Path | None) -> str:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
-    """Add --model and --adapter.
+    """Add --model, --adapter and --template.
 
     default: of `args.model`; None: the command must know whether the user named a model.
     """
@@ -26,3 +31,50 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "
         metavar="FOLDER",
         help="of a LoRA adapter in PEFT's format, which is merged into the model's weights",
     )
+    add(
+        "--template",
+        type=variable,
+        action=_Variables,
+        metavar="NAME=VALUE",
+        help="a variable of the model's chat template, as in enable_thinking=false; several --template are combined",
+    )
+
+
+def model_options(args: Any) -> dict[str, Any]:
+    """What these options say, as options of `load`. args: an object with their values, such as a command's."""
+    return {"adapter": args.adapter, "template": args.template}
+
+
+def model_settings(args: Any) -> dict[str, Any]:
+    """What a record says of these options beside the model's name: only what was given."""
+    return {"template": args.template} if args.template else {}
+
+
+def variable(text: str) -> tuple[str, Any]:
+    """For argparse: NAME=VALUE → the name and the value.
+
+    The value is true, false, none, a number, JSON that begins with `{`, `[` or `"`, or else the text itself.
+    """
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not NAME=VALUE, as in enable_thinking=false")
+    if value.lower() in WORDS:
+        return name, WORDS[value.lower()]
+    if DECIMAL.fullmatch(value) or value[:1] in ("{", "[", '"'):
+        try:
+            return name, json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise argparse.ArgumentTypeError(f"the value of {quoted(name)} is no JSON: {error}") from None
+    return name, value
+
+
+class _Variables(argparse.Action):
+    """Puts the variables into one dictionary."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        name, value = values
+        found = dict(getattr(namespace, self.dest) or {})
+        if name in found:
+            raise argparse.ArgumentError(self, f"it gives {quoted(name)} twice")
+        found[name] = value
+        setattr(namespace, self.dest, found)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minithink.evaluate.plan import Spec, given
 from minithink.evaluate.summary import Budget
@@ -23,6 +24,7 @@ class Job:
     reference_length: int | None = None
     model: str = "tiny"
     adapter: Path | None = None
+    template: Mapping[str, Any] | None = None
     dataset: str = "facts"
     split: str | None = None
     fields: Mapping[str, str] | None = None

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, location, natural, positive
-from minithink.cli.models import add_model_arguments, model_name
+from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_plots, loss_summary
@@ -175,7 +175,7 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
         texts = read_texts(job.texts, length=length or LENGTH, limit=job.limit, seed=job.seed)
     engine = load(
         job.model,
-        adapter=job.adapter,
+        **model_options(job),
         device=job.device,
         dtype=job.dtype,
         backend=job.backend,
@@ -295,6 +295,7 @@ class Reading:
             "dtype": str(engine.dtype).removeprefix("torch."),
             "backend": engine.decoder.backend.name,
             "device": engine.device.type,
+            **model_settings(job),
         }
         backend = self.settings["backend"]
         self.settings[SOURCES] = {cell.policy: source_of(cell.make(), backend) for cell in cells}

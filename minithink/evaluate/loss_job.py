@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from minithink.engine import PROMPT_TOKENS
 from minithink.evaluate.plan import Spec, given
@@ -29,6 +30,7 @@ class LossJob:
     seed: int = 0
     model: str = "tiny"
     adapter: Path | None = None
+    template: Mapping[str, Any] | None = None
     device: str = "auto"
     dtype: str = "auto"
     backend: str = "auto"

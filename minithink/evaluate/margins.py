@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from minithink.cli.commands import positive
+from minithink.cli.models import model_options
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, escaped
 from minithink.evaluate import runner
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         record.check(args.output)
     engine = load(
         args.model,
-        adapter=args.adapter,
+        **model_options(args),
         device=args.device,
         dtype=args.dtype,
         backend=args.backend,

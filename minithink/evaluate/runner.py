@@ -20,7 +20,7 @@ from typing import Any
 
 from minithink.checkpoint.calibration import identity
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
-from minithink.cli.models import add_model_arguments, model_name
+from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import DTYPES, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import plots, summary
@@ -331,7 +331,7 @@ def engine_of(job: Job, ranks: Ranks) -> Engine:
     """Load a job's model. Errors: as in `load`."""
     return load(
         job.model,
-        adapter=job.adapter,
+        **model_options(job),
         device=ranks.device(job.device),
         dtype=job.dtype,
         backend=job.backend,
@@ -493,6 +493,7 @@ class Evaluation:
             "keep_text": job.keep_text,
             "trace": job.trace.name if job.trace is not None else None,
         }
+        self.settings |= model_settings(job)
         if job.fields:
             self.settings["fields"] = job.fields
         if job.padded_budget is not None:

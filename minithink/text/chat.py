@@ -14,10 +14,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,9 @@ import json
 from minithink.text.chat_child import serve
 serve(**json.loads(limits))
 """
+
+
+GIVEN = ("messages", "add_generation_prompt")  # variables of every template, from the conversation
 
 
 class TemplateFailed(Exception):
@@ -98,6 +103,11 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise MinithinkError(f"{file} is not readable text ({reason(error)}): download it again.") from error
+
+
+def unread_variables(template: str, names: Iterable[str]) -> list[str]:
+    """The names that do not occur in a template, so that such variables have no effect."""
+    return [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template)]
 
 
 def start_child() -> None:

@@ -208,7 +208,7 @@ class Tokenizer:
         return TextStream(self, skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
         """Render `messages` to the prompt that the model was trained on (`chat.py`).
 

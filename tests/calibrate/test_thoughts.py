@@ -425,7 +425,7 @@ def test_problems_of_a_family_and_of_a_file_take_turns(problems: Path) -> None:
 def test_a_grader_is_tried_before_anything_is_generated(
     problems: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    monkeypatch.setattr(thoughts, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(thoughts, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     assert main(["thoughts", "--dataset", str(problems), "--num-prompts", "5", "--grader", "choice"]) == 2
     assert "The grader choice would take no text for right in 5 of 5 problems" in capsys.readouterr().err
 
