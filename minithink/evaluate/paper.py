@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def _run(table: Table, parts: list[Part], args: argparse.Namespace, argv: list[str], ranks: Ranks) -> int:
     command = origin.command("minithink.evaluate", argv)
-    examples = [runner.examples_of(part.job) for part in parts]  # first: a dataset may be missing
+    examples = [problems_of(part) for part in parts]  # first: a dataset may be missing
     engine = runner.engine_of(parts[0].job, ranks)
     fitting = []
     notes = []
@@ -267,6 +267,21 @@ def _job(table: Table, wanted: Chosen, rows: Sequence[Row], args: argparse.Names
         padded_budget=args.padded_budget or column.padded_budget,
         group=args.group or column.group,
     )
+
+
+def problems_of(part: Part) -> list[Example]:
+    """The problems of a part. Errors: as in `load_dataset`; the message says how to do without the hub."""
+    try:
+        return runner.examples_of(part.job)
+    except UsageError:
+        raise
+    except MinithinkError as error:
+        if part.job.dataset != part.column.dataset:
+            raise
+        dataset = part.column.dataset
+        raise MinithinkError(
+            f"{str(error).rstrip('.')}. If you have the problems of {dataset} as a file: --dataset {dataset}=FILE."
+        ) from None
 
 
 # --- what is said first

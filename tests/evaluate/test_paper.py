@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from minithink.evaluate import paper, runner
+from minithink.errors import MinithinkError
+from minithink.evaluate import datasets, paper, runner
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import ENTRIES
 from minithink.evaluate.journal import read
@@ -163,21 +164,55 @@ def test_a_table_runs_on_every_architecture(
     assert "differs: MATH-500: the table allows 32,768 new tokens, and this run 24" in err
 
 
+@pytest.mark.parametrize(
+    ("table", "dataset", "calibration", "rows"),
+    [
+        ("thinkv-table1", "AIME24", "thoughts", "Baseline,KIVI,PM-KVQ"),
+        ("skipkv-table1", "GSM8K", "steering", "FullKV,R-KV"),
+        ("dynts-table1-qwen", "AIME24", "predictor", "Transformers,Window,StreamingLLM,SepLLM,H2O,SnapKV,R-KV"),
+    ],
+)
 def test_rows_that_need_no_calibration_run_without_one(
-    random_model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    table: str,
+    dataset: str,
+    calibration: str,
+    rows: str,
+    random_model: Path,
+    problems: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = command("thinkv-table1", random_model, f"AIME24={problems}", tmp_path, num_samples=1, limit=1)
+    words = command(table, random_model, f"{dataset}={problems}", tmp_path, num_samples=1, limit=1, max_new_tokens=4)
     assert main(words) == 1
     err = capsys.readouterr().err
-    assert "minithink.calibrate thoughts" in err
-    assert "run the other rows: --rows 'Baseline,KIVI,PM-KVQ'" in err
-    assert not (tmp_path / "AIME24").exists(), "it is known before anything is generated"
-    assert main([*words, "--rows", "baseline,KIVI,PM-KVQ"]) == 0
-    assert [r.policy for r in read(tmp_path / "AIME24").records] == ["full", "kivi", "pm_kvq:bits=2,max_len=32768"]
-    note = (tmp_path / paper.NOTE).read_text()
-    assert "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval |" in note
-    assert "| KIVI | – | 40% | 60.56% | 0.0% |" in note
-    assert "| KIVI | – | 40% | 60.56% | 0.0% |" in capsys.readouterr().out
+    assert f"minithink.calibrate {calibration}" in err
+    assert f"run the other rows: --rows '{rows}'" in err
+    assert not (tmp_path / dataset).exists(), "it is known before anything is generated"
+    assert main([*words, "--rows", rows.lower()]) == 0
+    names = {row.policy: row.name for row in TABLES[table].columns[0].rows}
+    assert [names[r.policy] for r in read(tmp_path / dataset).records] == rows.split(",")
+
+
+def test_the_papers_numbers_stand_beside_those_of_the_run(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command("thinkv-table1", model, f"AIME24={problems}", tmp_path, num_samples=1, limit=1)
+    assert main([*words, "--rows", "baseline,KIVI"]) == 0
+    for text in ((tmp_path / paper.NOTE).read_text(), capsys.readouterr().out):
+        assert "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval |" in text
+        assert "| KIVI | – | 40% | 60.56% | 0.0% |" in text
+
+
+def test_a_dataset_that_is_not_there_may_be_given_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(*args: Any, **options: Any) -> Path:
+        raise MinithinkError("The hub cannot be reached.")
+
+    monkeypatch.setattr(datasets, "download", none)
+    assert main(["paper", "thinkv-table1", "--output-dir", str(tmp_path)]) == 1
+    said = "The hub cannot be reached. If you have the problems of AIME24 as a file: --dataset AIME24=FILE."
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
