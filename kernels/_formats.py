@@ -62,6 +62,8 @@ class Format(Protocol):
 def constexprs(fmt: Format, prefix: str = "") -> dict[str, Any]:
     """A format as compile-time constants: KIND, BITS, GROUP and PARAMS, each name after the prefix (say "K_")."""
     kind = fmt.name
+    if hasattr(fmt, "scale"):
+        raise ValueError(f"{fmt} has no kernels yet: choose --backend reference")
     params = getattr(fmt, "params", "")
     if kind in DTYPES:
         params = kind

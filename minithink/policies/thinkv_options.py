@@ -14,6 +14,7 @@ from typing import Any, Literal
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, Model, Policy, See, Shape, Storage
 from minithink.quant import parse, parse_pair
+from minithink.quant.turboquant import BITS as TURBO_QUANT
 from minithink.text.thoughts import NAMES, REASONING, ending
 
 MOST = 2**30  # the largest number that an option may give for tokens: positions are int32
@@ -33,8 +34,8 @@ class ThinKVOptions(Policy):
     hard_budget: bool = True  # never hold more than the budget; false: all ended segments keep their minimum
     precision: str = "R4E4T2"  # bits of keys by type: 16, 8, 4 or 2; T0 drops transitions
     v_precision: str = ""  # bits of values; "": the same as of keys
-    four: Literal["nvfp4", "int4s"] = "nvfp4"  # the format that has 4 bits
-    two: Literal["ternary", "int2s"] = "ternary"  # the format that has 2 bits
+    four: Literal["nvfp4", "int4s", "tq4"] = "nvfp4"  # the format that has 4 bits
+    two: Literal["ternary", "int2s", "tq2"] = "ternary"  # the format that has 2 bits
     # Quantize keys "per channel" (§4.2: a scale for one channel of g keys) or "per token" (a scale for g channels of
     # one key, at least 16). Values are always quantized per token.
     key_axis: Literal["channel", "token"] = "token"
@@ -126,6 +127,11 @@ class ThinKVOptions(Policy):
         """A format with its options. by_token: the numbers that share a scale are one channel of several tokens."""
         names = {8: "fp8", 4: self.four, 2: self.two, 0: self.two}
         name = names[bits]
+        if by_token and name in TURBO_QUANT:
+            raise UsageError(
+                f"{self.name}: key_axis=channel shares a scale among tokens, and with {name} a head of one token has "
+                "one: use key_axis=token, or another format."
+            )
         if not parse(name).group:
             return name
         axis = ",by=token" if by_token else ""

@@ -1,7 +1,8 @@
 """What every number format of the cache can do: count the bytes of a token, encode it and decode it.
 
 A token's row of D channels becomes `code_bytes` bytes of codes. Formats with groups also store parameters (a scale,
-or a scale and a minimum) that the elements of a group share. The format's axis says which elements form a group:
+or a scale and a minimum) that the elements of a group share; in TurboQuant a whole row shares one scale. The format's
+axis says which elements form a group:
 
     by="channel": `group` consecutive channels of one token; a token is self-contained
     by="token":   one channel of up to `group` tokens that are quantized together; they share one row of parameters
@@ -35,9 +36,9 @@ class Format(ABC):
 
     name: str = field(init=False)
     bits: int = field(init=False)  # bits of one code
-    group: int = 0  # elements that share parameters; 0: a format without groups
+    group: int = 0  # elements that share parameters; 0: a whole row does, or there are no parameters
     by: str = "channel"  # the axis that a group runs along: "channel" or "token"
-    param_bytes: int = field(init=False, default=0)  # bytes of the parameters of one group
+    param_bytes: int = field(init=False, default=0)  # bytes of the parameters of one group; 0: there are none
     tensor_scaled: bool = field(init=False, default=False)  # needs one FP32 scale for a whole tensor
 
     def __str__(self) -> str:
@@ -50,7 +51,7 @@ class Format(ABC):
     def params_bytes(self, dim: int) -> int:
         """Bytes of the parameters of one token; by token: of one row, which up to `group` tokens share."""
         if not self.group:
-            return 0
+            return self.param_bytes
         return self.param_bytes * (dim if self.by == "token" else dim // self.group)
 
     def bytes_per_token(self, dim: int) -> float:

