@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
+from statistics import fmean
+
+from minithink.evaluate.intervals import bootstrap
+
+
+def difference(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """The mean of differences in pairs, `less`, and its interval, `less_low` and `less_high`. own, other: a value for
+    each problem, in the same order."""
+    differences = [x - y for x, y in zip(own, other, strict=True)]
+    low, high = bootstrap(differences) or (fmean(differences),) * 2
+    return {"less": fmean(differences), "less_low": low, "less_high": high}
 
 
 def mcnemar(own: Sequence[bool], other: Sequence[bool]) -> float:

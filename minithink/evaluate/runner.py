@@ -29,6 +29,7 @@ from minithink.evaluate.datasets import Example, add_fields_argument, check_grad
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
 from minithink.evaluate.journal import BYTES, SOURCES, Journal, Key, Record, read, settings_of, text_hash
+from minithink.evaluate.leaderboard import Leaderboard
 from minithink.evaluate.meter import Held, Seconds, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
 from minithink.evaluate.padding import charge
@@ -52,7 +53,7 @@ from minithink.evaluate.trace import Recording, path_of
 from minithink.kv.stack import members
 from minithink.policies import load_list
 from minithink.reread import diagnosis
-from minithink.results import origin
+from minithink.results import origin, pooled, record
 from minithink.results.progress import progress
 from minithink.results.sources import source_of
 from minithink.sampling import SamplingParams
@@ -89,6 +90,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "take so many bytes in all KV heads of a sequence",
     )
     add("--schedule", help=f"when a policy evicts: {SCHEDULES}")
+    add(
+        "--leaderboard",
+        type=location,
+        nargs="?",
+        const=record.default_path("x").parent,
+        metavar="DIR",
+        help=f"also put the policies beside those whose results are committed in DIR/{pooled.FILE}, at the same "
+        "weights, problems, draws and budget, with paired differences and tests (default: docs/results of the "
+        "checkout)",
+    )
     add_run_arguments(parser)
 
 
@@ -193,13 +204,16 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT, o
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Evaluate, write the summary, print the table."""
+    board = None if args.leaderboard is None else Leaderboard(args.leaderboard)
     with Ranks() as ranks:
         command = origin.command("minithink.evaluate", argv)
-        rows = evaluate(Job.of(args), args.output_dir, ranks, command=command, resume=args.resume)
+        rows = evaluate(Job.of(args), args.output_dir, ranks, command=command, resume=args.resume, board=board)
         if rows is None:
             return INTERRUPTED
         if not ranks.rank:
             finish(args.output_dir, rows)
+        if board is not None and not ranks.rank:
+            print(board.write(args.output_dir, read(args.output_dir), rows), end="")
     return 0
 
 
@@ -212,6 +226,7 @@ def evaluate(
     resume: bool = False,
     mean: float | None = None,
     engine: Engine | None = None,
+    board: Leaderboard | None = None,
 ) -> list[Row] | None:
     """Generate the sequences that are not in the journal yet → a row for each policy and budget; None: Ctrl-C came,
     and the user was told.
@@ -225,6 +240,7 @@ def evaluate(
         mean: tokens that the full cache generates for these problems, on average; budgets that are shares need it.
             None: the full cache is run first if a budget is a share.
         engine: the job's model; None: it is loaded.
+        board: refuses a run that has nothing committed beside it; None: nothing is compared.
     """
     cells = cells_of(job)
     policies = [FULL] if job.policies is None else [spec.text for spec in job.policies]
@@ -266,6 +282,8 @@ def evaluate(
         for cell in cells:
             check_share(cell, min(prompts), job.reference_length, given=True)
     check(cells, prompts, longest)
+    if board is not None:
+        board.check(settings, cells)
     notes += said_of_prompts(cells, prompts)
     total = sum(len(evaluation.keys(cell)) for cell in cells)
     about = {

@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import fmean
 
 from minithink.bench.answers import pool
-from minithink.bench.answers.overall import DIFFERENCE, difference, points, shares
+from minithink.bench.answers.overall import DIFFERENCE, points
 from minithink.bench.answers.sweep import OF_ANSWERS, SWEEPS, drawn, wanted_of
 from minithink.bench.tables.markdown import aligned
 from minithink.errors import MinithinkError, UsageError, alternatives
 from minithink.evaluate.equal_bytes import between
+from minithink.evaluate.paired import difference
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.summary import FULL, budget_text
 
@@ -134,7 +135,7 @@ def sides_of(comparison: str, where: Path, checkpoint: str | None = None) -> Sid
         if run.right and run.key["dataset"] in full:
             sides[run.cell] = Side(
                 budget=budget_text(run.key["budget"]),
-                right=shares(run),
+                right=run.shares,
                 size=run.row["kv_bytes_peak"] / full[run.key["dataset"]],
                 tokens=run.row["generated_mean"],
             )

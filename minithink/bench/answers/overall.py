@@ -13,7 +13,8 @@ from typing import Any
 
 from minithink.bench.answers.pool import Run
 from minithink.bench.methods import Result, Row, Table
-from minithink.evaluate.intervals import bootstrap, wilson
+from minithink.evaluate.intervals import wilson
+from minithink.evaluate.paired import difference
 from minithink.evaluate.summary import budget_text
 from minithink.results.figures import drawing
 
@@ -33,7 +34,7 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
     """
     if not beside:
         return {}
-    by_cell = {run.cell: shares(run) for run in runs if run.right}
+    by_cell = {run.cell: run.shares for run in runs if run.right}
     datasets = sorted({run.cell[0] for run in runs})
     found: dict[tuple[Any, ...], dict[str, float]] = {}
     for policy, budget in dict.fromkeys(run.cell[1:] for run in runs):
@@ -56,19 +57,6 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
             if policy != beside:
                 found["", policy, budget] |= difference(own_of_all, other_of_all)
     return found
-
-
-def shares(run: Run) -> list[float]:
-    """The share of right samples of each problem."""
-    n = run.key["num_samples"]
-    return [run.right.count("1", i, i + n) / n for i in range(0, len(run.right), n)]
-
-
-def difference(own: Sequence[float], other: Sequence[float]) -> dict[str, float]:
-    """The mean of differences in pairs, and its interval. own, other: a value for each problem."""
-    differences = [x - y for x, y in zip(own, other, strict=True)]
-    low, high = bootstrap(differences) or (fmean(differences),) * 2
-    return {"less": fmean(differences), "less_low": low, "less_high": high}
 
 
 def points(row: Mapping[str, Any], of: str = "less") -> tuple[float | None, ...]:

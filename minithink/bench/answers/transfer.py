@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink.bench.answers import pool, sweep
-from minithink.bench.answers.overall import difference, shares, together
+from minithink.bench.answers.overall import together
 from minithink.bench.answers.pool import Run
 from minithink.bench.answers.sweep import (
     SWEEPS,
@@ -32,7 +32,7 @@ from minithink.bench.methods import Column, Result, Row, Sweep, Table, Transfer,
 from minithink.bench.methods.settings import best
 from minithink.cli.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
-from minithink.evaluate.paired import holm, mcnemar
+from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
@@ -228,7 +228,7 @@ def right_of(runs: Iterable[Run]) -> dict[Cell, list[float]]:
         family, policy, budget = run.cell
         families.add(family)
         if run.right:
-            by_cell.setdefault((policy, budget), {})[family] = shares(run)
+            by_cell.setdefault((policy, budget), {})[family] = run.shares
     found = dict[Cell, list[float]]()
     for cell, own in by_cell.items():
         if own.keys() == families:

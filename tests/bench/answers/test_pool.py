@@ -16,6 +16,7 @@ from minithink.bench.answers import pool, sweep
 from minithink.bench.answers.pool import Run, key_of, pick, serves
 from minithink.errors import MinithinkError
 from minithink.evaluate.plan import Cell, Spec
+from minithink.results import pooled
 
 SETTINGS: dict[str, Any] = {
     "checkpoint": "00",
@@ -143,7 +144,7 @@ def test_changed_code_does_not_change_which_run_a_table_shows(monkeypatch: pytes
     old.source["policy"] = "another"
     assert (old.state, new.state) == ("stale", "")
     assert pick([old, new], [key], pool.shows) == [old]
-    monkeypatch.setattr(pool, "source_of", lambda *_: pytest.fail("it looked at the code"))
+    monkeypatch.setattr(pooled, "source_of", lambda *_: pytest.fail("it looked at the code"))
     assert pick([old, new], [key], pool.shows) == [old]
     other = key | {"settings": {"thinkv": {"gone": 1}}, "calibration": "another"}
     assert not pool.serves(old, other)

@@ -19,7 +19,7 @@ from minithink.errors import MinithinkError
 from minithink.evaluate import runner
 from minithink.evaluate.job import Job
 from minithink.policies import POLICIES
-from minithink.results import origin, record
+from minithink.results import origin, pooled, record
 from minithink.tasks import families
 
 
@@ -214,7 +214,7 @@ def test_a_run_of_changed_code_is_marked_and_passes_the_check(
     assert marked.count("| `random` |") == 3
     assert marked.count("\n\n† The code or the defaults of this policy have changed since it was measured.\n\n") == 3
     assert main(check) == 0, "it has marks"
-    monkeypatch.setattr(pool, "source_of", lambda *_: pytest.fail("a check looks at no code"))
+    monkeypatch.setattr(pooled, "source_of", lambda *_: pytest.fail("a check looks at no code"))
     assert main(check) == 0
     page.write_text(marked.replace("100.0%", "99.0%", 1))
     assert main(check) == 1, "a number that is not that of the results"
@@ -227,7 +227,7 @@ def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, mon
     for name in ("baselines.md", "robustness.md"):
         shutil.copy(origin.ROOT / "docs" / name, tmp_path / "docs")
     monkeypatch.setattr(pool, "settings_of", lambda policy: {"no_such_setting": 1})
-    monkeypatch.setattr(pool, "source_of", lambda *_: {"policy": "another"})
+    monkeypatch.setattr(pooled, "source_of", lambda *_: {"policy": "another"})
     assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
     assert main(["tables", "--root", str(tmp_path)]) == 0
     assert "† |" in (tmp_path / "docs" / "baselines.md").read_text()

@@ -14,11 +14,10 @@ import pytest
 
 from minithink.bench.__main__ import main
 from minithink.bench.answers import pool, sweep, transfer
-from minithink.bench.answers.overall import difference
 from minithink.bench.methods import transfer as lists
 from minithink.bench.tables import pages
 from minithink.errors import MinithinkError
-from minithink.evaluate.paired import holm, mcnemar
+from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.rank_correlation import interval, spearman
 from minithink.tasks import families
 

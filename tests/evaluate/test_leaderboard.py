@@ -1,0 +1,251 @@
+"""`--leaderboard`: a run's policies beside committed ones, at the same setting only.
+
+To run it alone: pytest tests/evaluate/test_leaderboard.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minithink.bench.answers import pool
+from minithink.bench.answers.sweep import digit_of
+from minithink.errors import NON_FINITE, MinithinkError, UsageError
+from minithink.evaluate.__main__ import main
+from minithink.evaluate.journal import Record, Run, read
+from minithink.evaluate.leaderboard import Leaderboard, Line, Part
+from minithink.evaluate.paired import difference, holm, mcnemar
+from minithink.evaluate.plan import Cell, Spec
+from minithink.evaluate.summary import Row, summarize
+from minithink.results import pooled
+from tests.evaluate.draw import record
+from tests.evaluate.run import evaluate, options
+from tests.own_policies import MINE, unloaded
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+SETTINGS: dict[str, Any] = {
+    "checkpoint": "00",
+    "dataset": "facts",
+    "split": None,
+    "limit": 4,
+    "problems": "ab",
+    "num_samples": 1,
+    "recall": False,
+    "needed": False,
+    "temperature": 0.6,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": 0,
+    "max_new_tokens": 9,
+    "dtype": "float32",
+    "backend": "reference",
+    "device": "cpu",
+    "schedule": None,
+}
+MINE_TEXT = "mine.py:Mine"
+
+
+def records_of(policy: str, budget: int | float | None, rights: str, size: int = 1000) -> list[Record]:
+    return [
+        record(policy=policy, budget=budget, id=f"p{number}", right=right == "1", kv_bytes_peak=size, group="")
+        for number, right in enumerate(rights)
+    ]
+
+
+def committed(records: list[Record], settings: dict[str, Any], **changed: Any) -> pool.Run:
+    """The line of the pool that `bench sweep` would write."""
+    first = records[0]
+    [row] = summarize(records)
+    ordered = sorted(records, key=lambda r: (r.id, r.sample))
+    values: dict[str, Any] = {
+        "key": pool.key_of({"split": "test", **settings}, Cell(Spec(first.policy), first.budget)),
+        "source": pool.source_of(first.policy, settings["backend"]),
+        "row": {name: value for name, value in vars(row).items() if name != "group"},
+        "answers": [],
+        "tokens": [1, len(records)],
+        "commit": "c",
+        "date": "2026",
+        "machine": {"gpu": "NVIDIA H200"},
+        "versions": {},
+        "command": "y",
+        "right": "".join(map(digit_of, ordered)),
+    }
+    return pool.Run(**{**values, **changed})
+
+
+FULL = committed(records_of("full", None, "1111", size=4000), SETTINGS | {"split": "test"})
+RKV = committed(records_of("rkv", 0.25, "0010"), SETTINGS | {"split": "test"})
+WINDOW = committed(records_of("window", 0.25, "1100"), SETTINGS | {"split": "test"})
+OWN = [*records_of(MINE_TEXT, 0.25, "1110", size=1200), *records_of("full", None, "1110", size=4800)]
+RUN = Run(Path("x"), SETTINGS, [], OWN, [])
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Leaderboard:
+    others = [
+        committed(records_of("rkv", 0.5, "1111"), SETTINGS | {"split": "test"}),
+        committed(records_of("rkv", 0.25, "1111"), SETTINGS | {"split": "test", "seed": 1}),
+        committed(records_of("kivi", None, "1111"), SETTINGS | {"split": "test"}),
+    ]
+    pool.add(tmp_path, [FULL, RKV, WINDOW, *others])
+    return Leaderboard(tmp_path)
+
+
+def only(parts: list[Part]) -> dict[str, Line]:
+    [part] = parts
+    return {line.policy: line for line in part.lines}
+
+
+def test_every_committed_policy_of_the_setting_is_compared_problem_by_problem(board: Leaderboard) -> None:
+    """Runs of other budgets, draws and policies without a budget are left out, but for the full cache."""
+    lines = only(board.parts(RUN, summarize(OWN)))
+    assert list(lines) == ["full", MINE_TEXT, "window", "rkv"], "the most right answers first"
+    assert [line.own for line in lines.values()] == [False, True, False, False]
+    assert [line.right for line in lines.values()] == [1, 0.75, 0.5, 0.25]
+    assert [line.of_full for line in lines.values()] == [1, 0.25, 0.25, 0.25]
+    own = [True, True, True, False]
+    others = {"full": [True] * 4, "window": [True, True, False, False], "rkv": [False, False, True, False]}
+    probabilities = [mcnemar(own, other) for other in others.values()]
+    assert len(set(probabilities)) > 1
+    corrected = dict(zip(others, holm(probabilities), strict=True))
+    for name, other in others.items():
+        line = lines[name]
+        found = {"less": line.less, "less_low": line.less_low, "less_high": line.less_high}
+        assert found == difference([float(x) for x in own], [float(x) for x in other])
+        assert (line.p, line.corrected) == (mcnemar(own, other), corrected[name])
+    assert (lines[MINE_TEXT].less, lines[MINE_TEXT].p) == (None, None)
+
+
+def test_a_run_that_cannot_be_compared_stands_without_a_test(tmp_path: Path) -> None:
+    """It does not say which answers were right; or an own sequence has no answer."""
+    pool.add(tmp_path, [FULL, replace(RKV, right=""), WINDOW])
+    board = Leaderboard(tmp_path)
+    lines = only(board.parts(RUN, summarize(OWN)))
+    assert (lines["rkv"].right, lines["rkv"].p) == (0.25, None)
+    assert lines["window"].p is not None
+    broken = [replace(OWN[0], finish_reason=NON_FINITE, right=None), *OWN[1:]]
+    lines = only(board.parts(replace(RUN, records=broken), summarize(broken)))
+    assert {line.p for line in lines.values()} == {None}
+
+
+def test_of_several_runs_of_a_policy_the_most_telling_one_counts(tmp_path: Path) -> None:
+    key = {**RKV.key, "needed": True}
+    silent = replace(RKV, key=key, right="", date="2027", row={**RKV.row, "pass_at_1": 0.5})
+    pool.add(tmp_path, [FULL, RKV, silent])
+    assert only(Leaderboard(tmp_path).parts(RUN, summarize(OWN)))["rkv"].right == 0.25
+
+
+def test_code_that_has_changed_since_is_marked(tmp_path: Path) -> None:
+    pool.add(tmp_path, [FULL, replace(RKV, source={"policy": "another"})])
+    board = Leaderboard(tmp_path)
+    lines = only(board.parts(RUN, summarize(OWN)))
+    assert [name for name, line in lines.items() if line.changed] == ["rkv"]
+    text = board.write(tmp_path, RUN, summarize(OWN))
+    assert "| `rkv` † | 25.0% (" in text
+    assert "†: its code has changed" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"checkpoint": "01"}, '(theirs and this one\'s: checkpoint "00" and "01")'),
+        ({"dataset": "ledger"}, 'dataset "facts" and "ledger"'),
+        ({"split": "validation"}, 'split "test" and "validation"'),
+        ({"problems": "ac"}, 'problems "ab" and "ac"'),
+        ({"problems": "ac", "limit": 3}, "(theirs and this one's: limit 4 and 3)"),
+        ({"num_samples": 2}, "num_samples 1 and 2"),
+        ({"temperature": 0.5}, "temperature 0.6 and 0.5"),
+        ({"seed": 7, "top_p": 0.9}, "(theirs and this one's: "),
+        ({"max_new_tokens": 8}, "max_new_tokens 9 and 8"),
+        ({"padded_budget": 8, "group": True}, "padded_budget null and 8, group null and true"),
+    ],
+)
+def test_another_setting_is_refused_and_what_differs_is_named(
+    board: Leaderboard, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError) as error:
+        board.check(SETTINGS | changed, [Cell(Spec("window"), 0.25)])
+    assert said in str(error.value)
+    assert "has no run of this setting" in str(error.value)
+
+
+def test_equal_problems_and_other_machines_are_the_same_setting(board: Leaderboard) -> None:
+    """`limit` decides nothing where it leaves out no problem. A sentence names the machines."""
+    other = {"limit": None, "dtype": "bfloat16", "device": "cuda", "backend": "triton", "schedule": "every"}
+    board.check(SETTINGS | other, [Cell(Spec("full"), None), Cell(Spec("window"), 0.25)])
+    text = board.write(board.path.parent, replace(RUN, settings=SETTINGS | other), summarize(OWN))
+    assert "The committed runs were made on NVIDIA H200 in float32, this one on cuda in bfloat16" in text
+
+
+@pytest.mark.parametrize(
+    ("cell", "settings", "said"),
+    [
+        (Cell(Spec("window"), 0.3), {}, "have the budgets none, 25 %, 50 %, and window has 30 %: give one of them"),
+        (Cell(Spec("window"), 64), {}, "have the budgets none, 25 %, 50 %, and window has 64: give one of them"),
+        (Cell(Spec("full"), None), {}, "only full is run: name one with --policies, such as FILE.py:Class"),
+        (Cell(Spec("window"), 0.25), {"full_tokens": 9}, "with --reference-length shares are of another length"),
+    ],
+)
+def test_another_budget_is_refused(board: Leaderboard, cell: Cell, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        board.check(SETTINGS | settings, [cell])
+
+
+def test_a_pool_that_is_not_there_or_lacks_a_number_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(MinithinkError, match=r"pool\.jsonl\.gz holds no committed results: give --leaderboard DIR"):
+        Leaderboard(tmp_path)
+    row = {name: value for name, value in RKV.row.items() if name != "cut_off"}
+    pool.add(tmp_path, [FULL, replace(RKV, row=row)])
+    with pytest.raises(MinithinkError, match=r"the run of rkv at 0.25 on facts says nothing of cut_off: restore"):
+        Leaderboard(tmp_path).parts(RUN, summarize(OWN))
+
+
+def test_a_policy_of_ones_own_is_put_beside_the_committed_ones(
+    model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the command to the files. `Mine` keeps what `window` keeps."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    evaluate(model, problems, tmp_path / "theirs", policies="full,window,random", budgets="0.5", limit=6)
+    theirs = read(tmp_path / "theirs")
+    runs = []
+    for policy in ("full", "window", "random"):
+        own = [r for r in theirs.records if r.policy == policy]
+        [row] = [row for row in summarize(own) if row.group is None]
+        values = {name: value for name, value in vars(row).items() if name != "group"}
+        runs.append(committed([replace(r, group="") for r in own], theirs.settings | {"split": "test"}, row=values))
+    pool.add(tmp_path / "results", runs)
+    given = {"budgets": "0.5", "leaderboard": tmp_path / "results"}
+    with unloaded():
+        words = options(model, problems, tmp_path / "few", policies="mine.py:Mine", limit=5, **given)
+        assert main(words) == 2
+        assert "theirs and this one's: limit 6 and 5" in capsys.readouterr().err
+        assert not (tmp_path / "few").exists(), "before anything is generated"
+        words = options(model, problems, tmp_path / "out", policies="mine.py:Mine", limit=6, **given)
+        assert main(words) == 0
+        out = capsys.readouterr().out
+        assert main([*words, "--resume"]) == 0
+    text = (tmp_path / "out" / "leaderboard.md").read_text()
+    assert text in out
+    assert "## `mine.py:Mine` at 50 % beside the committed policies" in text
+    [part] = json.loads((tmp_path / "out" / "leaderboard.json").read_text())["parts"]
+    lines = {line["policy"]: line for line in part["lines"]}
+    assert lines.keys() == {"full", "window", "random", "mine.py:Mine"}
+    assert (lines["window"]["less"], lines["window"]["p"], lines["window"]["corrected"]) == (0, 1, 1)
+    assert lines["window"]["of_full"] == pytest.approx(lines["mine.py:Mine"]["of_full"])
+
+
+def test_the_committed_pool_has_what_a_leaderboard_needs() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "results"
+    board = Leaderboard(folder)
+    needed = {name for name in Row.__annotations__ if name in ("pass_at_1", "kv_bytes_peak", "cut_off")}
+    for run in board.runs:
+        pooled.need(run, needed, board.path)
+    key = next(run.key for run in board.runs if run.key["dataset"] == "facts" and run.key["split"] == "test")
+    board.check(key, [Cell(Spec("window"), 0.25)])
