@@ -16,6 +16,7 @@ from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import ENTRIES
 from minithink.evaluate.journal import read
 from minithink.evaluate.papers import TABLES
+from minithink.evaluate.papers.parts import parts_of
 from minithink.evaluate.papers.table import CODE, Column
 from minithink.evaluate.plan import Spec, plan
 from tests.evaluate.run import options
@@ -198,9 +199,15 @@ def test_the_papers_numbers_stand_beside_those_of_the_run(
 ) -> None:
     words = command("thinkv-table1", model, f"AIME24={problems}", tmp_path, num_samples=1, limit=1)
     assert main([*words, "--rows", "baseline,KIVI"]) == 0
-    for text in ((tmp_path / paper.NOTE).read_text(), capsys.readouterr().out):
+    said = capsys.readouterr()
+    note = (tmp_path / "AIME24" / paper.NOTE).read_text()
+    for text in (note, said.out):
         assert "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval |" in text
         assert "| KIVI | – | 40% | 60.56% | 0.0% |" in text
+    lines = [line.removeprefix("minithink.evaluate: ") for line in said.err.splitlines()]
+    assert note.startswith("# thinkv-table1\n\n- ThinKV, table 1")
+    for line in note.partition("\n\n## ")[0].splitlines()[2:]:
+        assert line.removeprefix("- ") in lines, "what is written was said"
 
 
 def test_a_dataset_that_is_not_there_may_be_given_as_a_file(
@@ -225,22 +232,26 @@ def test_a_dataset_that_is_not_there_may_be_given_as_a_file(
     ],
 )
 def test_a_table_of_each_paper_runs_on_the_embedded_model(
-    table: str, budgets: float | None, cells: int, tmp_path: Path
+    table: str, budgets: float | None, cells: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = command(table, "tiny", "facts", tmp_path, num_samples=1, limit=1, max_new_tokens=12, budgets=budgets)
     assert main(words) == 0
-    folders = [path for path in tmp_path.iterdir() if path.is_dir()]
+    padded = (
+        "facts-grouped: 1 problem, 1 sample each, at most 12 new tokens; budgets pay for the padding of batches of 10"
+    )
+    assert (padded in capsys.readouterr().err) == (table == "skipkv-table3")
+    folders = list(tmp_path.iterdir())
     assert len(folders) == (2 if table == "skipkv-table3" else 1)
     for folder in folders:
         assert len(read(folder).records) == cells, folder
         settings = json.loads((folder / "config.json").read_text())["settings"]
         assert settings["top_k"] == (TABLES[table].top_k or 0), "the model names none"
-    assert "paper, " not in (tmp_path / paper.NOTE).read_text(), "the paper has no numbers of this dataset"
+        assert "paper, " not in (folder / paper.NOTE).read_text(), "the paper has no numbers of this dataset"
 
 
 def test_each_row_has_its_own_budgets() -> None:
     args = parsed("thinkv-table4", "--dataset", "facts", "--output-dir", "x")
-    (part,) = paper.parts_of(TABLES["thinkv-table4"], args)
+    (part,) = parts_of(TABLES["thinkv-table4"], args)
     found = [(cell.policy.partition(":")[0], cell.budget) for cell in runner.cells_of(part.job)]
     wanted = [("full", None), ("tbq", None), ("tbe", 512), ("tbe", 1024), ("tbe", 2048), ("thinkv", 1024)]
     assert found == wanted
@@ -248,29 +259,29 @@ def test_each_row_has_its_own_budgets() -> None:
 
 def test_a_part_has_the_settings_of_its_dataset() -> None:
     args = parsed("dynts-table1-llama", "--dataset", "MATH-500=mine.jsonl,AIME24", "--output-dir", "x")
-    math, aime = paper.parts_of(TABLES["dynts-table1-llama"], args)
+    math, aime = parts_of(TABLES["dynts-table1-llama"], args)
     assert (math.name, math.job.dataset, math.job.budgets) == ("MATH-500", "MATH-500=mine.jsonl", [3000])
     assert (aime.name, aime.job.dataset, aime.job.budgets) == ("AIME24", "AIME24", [5000])
     drawing = (math.job.temperature, math.job.top_p, math.job.top_k, math.job.num_samples)
     assert drawing == (0.6, 0.95, 20, 5)
     args = parsed("dynts-table1-llama", "--output-dir", "x")
-    parts = paper.parts_of(TABLES["dynts-table1-llama"], args)
+    parts = parts_of(TABLES["dynts-table1-llama"], args)
     assert [part.name for part in parts] == ["AIME24", "AIME25", "AMC23", "GPQA-Diamond", "GK23EN", "MATH-500"]
 
 
 def test_fields_are_those_of_the_files() -> None:
     words = ("--dataset", "AIME24=mine.jsonl,AIME25", "--fields", "answer=solution", "--output-dir", "x")
-    file, entry = paper.parts_of(TABLES["thinkv-table1"], parsed("thinkv-table1", *words))
+    file, entry = parts_of(TABLES["thinkv-table1"], parsed("thinkv-table1", *words))
     assert (file.job.fields, entry.job.fields) == ({"answer": "solution"}, None)
 
 
 def test_questions_of_code_run_without_grading() -> None:
     args = parsed("thinkv-table4", "--dataset", "LiveCodeBench=mine.jsonl", "--output-dir", "x")
-    (part,) = paper.parts_of(TABLES["thinkv-table4"], args)
+    (part,) = parts_of(TABLES["thinkv-table4"], args)
     assert (part.name, part.job.dataset, part.job.grader) == ("LiveCodeBench", "mine.jsonl", "none")
 
 
-def test_all_is_said_and_written_before_anything_is_generated(
+def test_all_is_said_before_anything_is_generated(
     model: Path, problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = list[str]()
@@ -285,10 +296,7 @@ def test_all_is_said_and_written_before_anything_is_generated(
     assert "tokens are drawn with temperature 0.9, top-p 1, top-k 0" in said
     assert "differs: The paper does not say temperature, top-p, top-k: here the model's own" in said
     assert f"{problems} is none of the table's datasets: it has the settings of GSM8K" in said
-    assert "this is" in said
-    note = (tmp_path / paper.NOTE).read_text()
-    lines = [line.removeprefix("minithink.evaluate: ") for line in said.splitlines()]
-    assert note == "# thinkv-table8\n\n" + "".join(f"- {line}\n" for line in lines)
+    assert f"this is {model}" in said
 
 
 def test_budgets_that_cannot_hold_the_longest_prompt_are_left_out(

@@ -208,7 +208,10 @@ TABLES = {
         models=("Qwen3-8B",),
         columns=_columns("LiveCodeBench", rows=_OF_TABLE_3, budgets=(1024, 2048)),
         samples=SAMPLES,
-        differs=(*COMMON, "The row without thinking is another chat template, and is not run."),
+        differs=(
+            *COMMON,
+            "The row without thinking is a run of its own: --rows FullKV --template enable_thinking=false.",
+        ),
     ),
     "thinkv-table14": Table(
         paper=PAPER,
