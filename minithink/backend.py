@@ -56,6 +56,7 @@ from minithink.ref.sparsity import sparsity
 from minithink.ref.stamp import stamp
 from minithink.ref.survivors import survivors
 from minithink.ref.swiglu import swiglu
+from minithink.ref.tri_score import tri_score
 from minithink.ref.window_importance import window_importance
 from minithink.ref.window_peak import window_peak
 
@@ -105,6 +106,7 @@ class Backend:
     segments: Callable[..., tuple[Tensor, Tensor]] = segments
     anneal: Callable[..., Tensor] = anneal
     survivors: Callable[[Any, Tensor, Tensor, Tensor, int], Tensor] = survivors
+    tri_score: Callable[[Any, int, Tensor, Tensor, Tensor], Tensor] = tri_score
     sentences: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = sentences
     similarity: Callable[..., None] = similarity
     cumulative_score: Callable[..., tuple[Tensor, Tensor]] = cumulative_score
@@ -118,7 +120,7 @@ REFERENCE = Backend("reference", capturable=False)
 NAMES = ("auto", "reference", "triton")
 # Functions without a kernel: torch's attention over prompts is at the hardware's limit already, and no fast path uses
 # attention over dense keys and values.
-TORCH = ("attention", "decode_attention")
+TORCH = ("attention", "decode_attention", "tri_score")
 
 
 @cache

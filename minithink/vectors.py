@@ -34,6 +34,8 @@ feeds generated token t), the tensors are:
                 without one: of policies that score tokens. Tokens with larger scores stay longer. Of policies that
                 draw lots, these are the lots
     predictor.j of DynTS: its weights
+    centers.j   of TriAttention: `center` [L, Hq, D], `norm` [L, Hq, D/2] and `omega` float64 [D/2] of
+                `minithink/calibrate/centers.py`
 
 Settings are small, so that something is evicted in 24 tokens. They are no recommendations.
 """
@@ -60,7 +62,7 @@ from minithink.kv.contract import Policy, See
 from minithink.kv.plain import PlainCache, PlainStep
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
-from minithink.model import Rotated
+from minithink.model import Rotated, rope_frequencies
 from minithink.policies import load_list, read
 from minithink.policies.scored import Scored
 from minithink.results.files import replace
@@ -96,6 +98,7 @@ SETTINGS = {
     "morphkv": "morphkv:budget=12",
     "keydiff": "keydiff:budget=14",
     "knorm": "knorm:budget=14",
+    "triattention": "triattention:budget=14,buffer=4",
     "h2o": "h2o:budget=14",
     "tova": "tova:budget=14",
     "scissorhands": "scissorhands:budget=14,recent=3,history=5,buffer=4",
@@ -138,15 +141,28 @@ class Known:
         d = self.config.hidden_size
         sizes = pairwise((d, 2 * d, d // 2, 1))
         self.predictor = [drawn((rows, columns), draw) / rows**0.5 for rows, columns in sizes]
+        self.centers = self._drawn_centers()
+
+    def _drawn_centers(self) -> dict[str, Tensor]:
+        """Where the queries of each head lie before RoPE, for TriAttention."""
+        draw = torch.Generator().manual_seed(2)
+        heads = (self.config.num_layers, self.config.num_heads)
+        center = drawn((*heads, self.config.head_dim), draw)
+        real, imaginary = center.chunk(2, dim=-1)
+        more = drawn((*heads, self.config.head_dim // 2), draw).abs()
+        omega, _ = rope_frequencies(self.config)
+        return {"center": center, "norm": torch.hypot(real, imaginary) + more, "omega": omega.double()}
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The texts of tokens."""
         return [VOCABULARY[token] for token in ids]
 
     def calibration(self, name: str) -> Mapping[str, Any]:
-        """The predictor of DynTS. UsageError: the policy wants another calibration."""
+        """The predictor of DynTS, or TriAttention's centres. UsageError: the policy wants another calibration."""
         if name.startswith("predictor"):
             return {"weights": self.predictor}
+        if name.startswith("centers"):
+            return self.centers
         raise UsageError(f"Vectors have no calibration {quoted(name)}: give options that need none.")
 
 
@@ -297,6 +313,8 @@ class Run:
             found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in mine.items()}
         if any(member.name == "dynts" for member in members(self.policy)):
             found |= {f"predictor.{j}": weight for j, weight in enumerate(self.known.predictor)}
+        if any(member.name == "triattention" for member in members(self.policy)):
+            found |= {f"centers.{name}": tensor for name, tensor in self.known.centers.items()}
         return found
 
 

@@ -554,6 +554,8 @@ class SeesAll(KVManager):
         "morphkv:budget=14,schedule=interval:3",
         "keydiff:budget=14",
         "knorm:budget=14",
+        "triattention:budget=14,buffer=4",
+        "triattention:budget=18,buffer=4,share=all",
         "quant:fmt=nvfp4,by=token,buffer=16",
         "kivi:bits=4,group=16,residual=16",
         "sepllm:budget=15,initial=2,separators=4,window=5",

@@ -30,6 +30,7 @@ POLICIES = (
     "h2o:budget=14",
     "random_attention:budget=18,buffer=3",
     "morphkv:budget=14",
+    "triattention:budget=14,buffer=3",
 )
 # `survivors` is made of K-means, which no policy asks for by itself.
 INSIDE = {"kmeans": "survivors"}

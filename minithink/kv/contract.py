@@ -315,6 +315,9 @@ class Step(Protocol):
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         """Tokens that go when segments shrink, by their keys, see `ref/survivors.py`: bool [Lt, B, Ht, S]."""
 
+    def tri_score(self, layer: int, query: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:
+        """Scores of a layer's keys by the centres of queries, see `ref/tri_score.py`: float32 [B, Hkv, S]."""
+
     def mass(self, layer: int | None = None) -> Tensor:
         """MASS, float32 [B, Hkv, S], or [B, Hq, S] with group "none"; without `layer` of all layers, [L, B, …]. It is
         that of the newest query. When the prompt was just read (clock 0), it is the sum over all the prompt's queries
@@ -407,6 +410,9 @@ class Policy:
     # second copy of the query is rotated to that distance (StreamingLLM's cache positions).
     pull: int = 0
     beside: int = 1  # tokens that a budget must have room for beside a protected prompt
+    # Whether all layers must hold the same tokens, because the policy compares them column by column. No other policy
+    # of a stack may then evict in some lanes only.
+    alike: bool = False
     listens: bool = True  # whether the policy is told its text (`listen`); False: its options need none
 
     def __init_subclass__(cls) -> None:

@@ -88,6 +88,7 @@ from minithink.ref.decode_attention import (
 )
 from minithink.ref.segments import segments
 from minithink.ref.survivors import survivors
+from minithink.ref.tri_score import tri_score
 
 QUERY_BLOCK = 128  # prompt queries whose attention weights are in memory at once
 
@@ -815,6 +816,9 @@ class PlainStep(ShownStep):
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return survivors(KeysOf(self), first, size, goal, longest)
 
+    def tri_score(self, layer: int, query: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:
+        return tri_score(KeysOf(self), layer, query, weight, candidates)
+
     # -- observations (`ShownStep` checks that the policy has demanded them)
 
     def _weights(self, what: See, layer: int, rule: str) -> Tensor:
@@ -851,7 +855,7 @@ PlainCache.shown = PlainStep
 
 
 class KeysOf:
-    """The keys of a step as `ref/survivors.py` reads them."""
+    """The keys of a step as `ref/survivors.py` and `ref/tri_score.py` read them."""
 
     def __init__(self, step: PlainStep) -> None:
         self.step = step

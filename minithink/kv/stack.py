@@ -33,6 +33,7 @@ class Stack(Policy):
                 f"{names} both steer the model, and their vectors would be added: leave one out, or switch its "
                 "steering off."
             )
+        _check_alike(members)
         self.name = "+".join(m.name for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
         self.capturable = all(m.capturable for m in deciding)  # type: ignore[misc]
@@ -85,6 +86,18 @@ class Stack(Policy):
         for member in self.members:
             hidden = member.steer(step, layer, hidden)
         return hidden
+
+
+def _check_alike(members: Sequence[Policy]) -> None:
+    """UsageError: a member needs lanes that hold the same tokens, and another one evicts in some of them only."""
+    for one in members:
+        for other in members:
+            evicts = other.budget is not None or other.cap is not None
+            if one.alike and other is not one and evicts and other.scope != "sequence":
+                raise UsageError(
+                    f"{one.name} with these options needs layers that hold the same tokens, and {other.name} evicts "
+                    "in each lane for itself: they cannot be stacked."
+                )
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:

@@ -168,6 +168,14 @@ class View(ShownStep):
     def survivors(self, first: Tensor, size: Tensor, goal: Tensor, longest: int) -> Tensor:
         return self.ops.survivors(self._reader(None), first, size, goal, longest)
 
+    def tri_score(self, layer: int, query: Tensor, weight: Tensor, candidates: Tensor) -> Tensor:
+        return self.ops.tri_score(self._every_row, layer, query, weight, candidates)
+
+    @cached_property
+    def _every_row(self) -> Reading:
+        """A reader of all rows that are shown."""
+        return self._reader(None)
+
     # -- observations
 
     def mass(self, layer: int | None = None) -> Tensor:

@@ -56,6 +56,7 @@ from minithink.policies.snapkv_decode import SnapKVDecode
 from minithink.policies.streaming_llm import StreamingLLM
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.policies.tova import Tova
+from minithink.policies.triattention import TriAttention
 from minithink.policies.vase import VaSE
 from minithink.policies.window import Window
 
@@ -79,6 +80,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     MorphKV,
     KeyDiff,
     Knorm,
+    TriAttention,
     Rkv,
     SkipKV,
     Seal,

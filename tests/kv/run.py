@@ -19,7 +19,7 @@ from minithink.kv.observe import Observations
 from minithink.kv.prompts import PromptPass
 from minithink.kv.stack import members
 from minithink.kv.store import PagedStore, Writer
-from minithink.model import Decoder, Rope
+from minithink.model import Decoder, Rope, rope_frequencies
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.ref.rope import rope
 from tests.kv.poison import poison
@@ -97,7 +97,8 @@ class Known:
 
 
 def informed(policy: Policy, config: ModelConfig, vocabulary: Sequence[bytes] = ()) -> Policy:
-    """The policy, bound to a model: tokens have BYTES or those of `vocabulary`; vectors and the predictor are random.
+    """The policy, bound to a model: tokens have BYTES or those of `vocabulary`; vectors, the predictor and the
+    centres of queries are random.
     Oracles see a random future of a text that is not there."""
     d = config.hidden_size
     draw = torch.Generator().manual_seed(3)
@@ -105,6 +106,7 @@ def informed(policy: Policy, config: ModelConfig, vocabulary: Sequence[bytes] = 
     draw.manual_seed(3)
     weights = [torch.randn(a, b, generator=draw) / a**0.5 for a, b in pairwise((d, 2 * d, d // 2, 1))]
     values = {"plain": plain, "matched": matched, "layer": 0, "weights": weights, "text": lambda prompt: [1, 2]}
+    values |= centers_of(config, draw)
     known = vocabulary or [BYTES[token % len(BYTES)] for token in range(config.vocab_size)]
     policy.bind(Known(config, known, values))
     for member in members(policy):
@@ -113,6 +115,16 @@ def informed(policy: Policy, config: ModelConfig, vocabulary: Sequence[bytes] = 
         if isinstance(member, NeedsOracle):
             member._follow = Reader
     return policy
+
+
+def centers_of(config: ModelConfig, draw: torch.Generator) -> dict[str, Tensor]:
+    """Random centres of queries before RoPE, as a calibration holds them."""
+    heads = config.num_layers, config.num_heads
+    center = torch.randn(*heads, config.head_dim, generator=draw)
+    real, imaginary = center.chunk(2, dim=-1)
+    more = torch.rand(*heads, config.head_dim // 2, generator=draw)
+    omega, _ = rope_frequencies(config)
+    return {"center": center, "norm": torch.hypot(real, imaginary) + more, "omega": omega.double()}
 
 
 def later(prompt: Sequence[int], text: Sequence[int], part: str, every: int) -> Tensor:

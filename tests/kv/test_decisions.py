@@ -67,6 +67,7 @@ CAPTURABLE = (
     "morphkv",
     "keydiff",
     "knorm",
+    "triattention",
     "sepllm",
 )
 UNDECIDED = ("full", "quant", "kivi", "seal", "snapkv")  # they decide nothing after the prompt

@@ -114,6 +114,12 @@ SMALL: dict[str, tuple[str, ...]] = {
         "knorm:budget=14",
         "knorm:budget=18,recent=3,protect_prompt=true,schedule=interval:4",
     ),
+    "triattention": (
+        "triattention:budget=18,buffer=5",
+        "triattention:budget=20,buffer=4,recent=3,share=layers,reach=64",
+        "triattention:budget=12,buffer=3,share=all,protect_prompt=false,weight=false",
+        "triattention:budget=17,buffer=0,trig=false,schedule=interval:3",
+    ),
     "h2o": (
         "h2o:budget=18",
         "h2o:budget=11,recent=0.2,protect_prompt=false",
@@ -172,6 +178,8 @@ STACKS = (
     "raas:budget=18+random:budget=20",
     "lazy_eviction:budget=16,window=4,alpha=0.1+random:budget=18",
     "rkv:budget=16,buffer=6,alpha=4,kernel_size=3+quant:fmt=tq4",
+    "triattention:budget=18,buffer=4,share=layers+quant:fmt=int8,by=token",
+    "triattention:budget=18,buffer=4,share=all+kivi:group=16,residual=16,block=4",
 )
 TEXTS = [*(text for texts in SMALL.values() for text in texts), *STACKS]
 ROUNDING = [text for text in TEXTS if set(parse(text).storage.formats) != {"plain"}]

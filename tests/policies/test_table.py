@@ -200,6 +200,7 @@ SMALL = {  # hyperparameters that make something happen within a few tokens
     "ada_snapkv": "alpha=2,buffer=5",
     "sepllm": "window=0.6,fill=true",
     "random_attention": "buffer=5",
+    "triattention": "buffer=5",
     "pyramidkv": "alpha=2,buffer=5",
     "crystal_kv": "min_budget=4,realloc_every=5",
     "thinkv": "tau=4,g=4,retention=2/1,precision=R8E8T8,layers=0,thresholds=0.05/0.1",

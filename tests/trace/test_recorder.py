@@ -136,7 +136,7 @@ def test_the_trace_is_what_the_cache_held(text: str, tmp_path: Path) -> None:
     # where a policy notes scores, every eviction but those of other members has one
     scored = {"rkv", "skipkv", "crystal_kv", "crystal_kv_lite", "snapkv", "dynts"}
     scored |= {"snapkv_decode", "ada_snapkv", "pyramidkv", "h2o", "tova", "scissorhands", "raas", "lazy_eviction"}
-    scored |= {"morphkv", "vase", "keydiff", "knorm"}
+    scored |= {"morphkv", "vase", "keydiff", "knorm", "triattention"}
     noting = [i for i, name in enumerate(names) if name in scored or name.endswith("_oracle")]
     known = np.isin(trace.evict_by, noting)
     assert not np.isnan(trace.evict_score[known]).any()
