@@ -54,6 +54,11 @@ def test_the_embedded_model_ships_calibrated() -> None:
     assert values["complete"]
     assert values["settings"]["split"] == "validation"
     assert len(values["plain"]) == len(values["matched"]) > values["layer"] >= 0
+    values = calibration.read(TINY, calibration.CENTERS, TINY)
+    assert values["complete"]
+    assert values["settings"]["split"] == "validation"
+    assert values["center"].shape == (8, 8, 64)
+    assert values["measurements"]["tokens"] >= 100_000
     assert not list(TINY.glob("*.jsonl"))
 
 
