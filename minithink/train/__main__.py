@@ -375,6 +375,8 @@ def train(
     team = Team(device)
     cuda = team.device.type == "cuda"
     torch.set_float32_matmul_precision("high")
+    if cuda:
+        torch.set_num_threads(1)  # it has little to do on the CPU, and idle threads would take cores from the workers
     decoder = Decoder(config)
     initialise(decoder, recipe.seed)
     if init is not None:
