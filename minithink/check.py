@@ -44,7 +44,6 @@ from minithink.model import Rope
 from minithink.policies import load as load_policy
 from minithink.policies import read as read_policy
 from minithink.tasks import load_problems
-from minithink.text.thinking import CLOSE, OPEN
 
 PROGRAM = "minithink.check"
 BUDGET = 48  # tokens, if the user names none
@@ -103,7 +102,7 @@ class Trial:
         options: dict[str, Any] = {
             "rows": rows,
             "tokens": self.tokens,
-            "think_ids": (loaded.tokenizer.id_of(OPEN), loaded.tokenizer.id_of(CLOSE)),
+            "think_ids": loaded.tokenizer.think_ids,
             "device": loaded.device,
             "dtype": loaded.dtype,
             "backend": loaded.decoder.backend,

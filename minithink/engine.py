@@ -42,6 +42,7 @@ from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.stream import Stream, prompts_at_once
 from minithink.text.chat import GIVEN, start_child, unread_variables
+from minithink.text.tags import tags_of
 from minithink.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
@@ -66,6 +67,7 @@ def load(
     calibration: str | Path | None = None,
     adapter: str | Path | None = None,
     template: Mapping[str, Any] | None = None,
+    think_tags: Sequence[str] | None = None,
 ) -> Engine:
     """Load a checkpoint: a folder, a GGUF file, a Hugging Face model id, or the embedded model ("tiny").
 
@@ -80,6 +82,8 @@ def load(
         adapter: folder of a LoRA adapter in PEFT's format, which is merged into the weights
             (`checkpoint/adapter.py`). If the tokenizer or the defaults for generation lie there, too, they are used.
         template: variables of the chat template by name, as in {"enable_thinking": False}.
+        think_tags: the texts that open and close the thinking, as in ("[THINK]", "[/THINK]"); None: <think> and
+            </think>.
 
     Raises:
         UsageError: an argument makes no sense here.
@@ -95,6 +99,7 @@ def load(
     merged = adapter_of(adapter, config)
     own = folder if merged is None else merged.folder  # its files win
     tokenizer = Tokenizer.from_folder(_with(own, "tokenizer.json", folder))
+    tokenizer.tags = tags_of(think_tags)
     if tokenizer.vocab_size > config.vocab_size:  # smaller is fine: vocabularies are padded to round numbers
         raise MinithinkError(
             f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary only "
@@ -533,6 +538,13 @@ class Engine:
             caution = member.caution(shape)
             if caution:
                 self.cautions.add(caution)
+        opens, closes = self.tokenizer.think_ids
+        if policy.exempt_answer and policy.budget is not None and None in (opens, closes):
+            tags = " and ".join(self.tokenizer.tags)
+            self.cautions.add(
+                f"{policy.name} evicts only while the model thinks, and the model has no tokens {tags}: every token "
+                "counts as thinking, the answer's too; --think-tags names other tags"
+            )
         return policy
 
     def check_draws(self, policy: Policy, drawing: Mapping[str, Any], prompts: Sequence[Sequence[int]]) -> None:

@@ -173,6 +173,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             verdict = _verdict(result, tasks[result.prompt].answer)
             print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
         _say_what_never_applied(args, stream)
+        _say_what_never_thought(args, stream)
         return code or _say_why_not_finite(stream)
     screen = Screen()
     pieces = defaultdict[tuple[int, int], list[tuple[str, str]]](list)
@@ -201,6 +202,7 @@ def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> in
             screen.write(part, THOUGHTS.get(part, "dim"))
         screen.line()
     _say_what_never_applied(args, stream)
+    _say_what_never_thought(args, stream)
     _hint_at_threads(stream, interrupted)
     return code or _say_why_not_finite(stream)
 
@@ -220,14 +222,42 @@ def _say_what_never_applied(args: argparse.Namespace, stream: Stream) -> None:
     if stream.budget is None or not results or any(r.kv_evicted for r in results):
         return
     longest = max(r.prompt_tokens + r.generated_tokens for r in results)
-    _say(f"nothing was evicted: {never_applied(args.policy, stream.budget, longest)}")
+    thought = None
+    if stream.exempts_answers:
+        # A text that never opens the thinking counts as thinking.
+        thought = max(r.prompt_tokens + (r.thinking_tokens or r.generated_tokens) for r in results)
+    _say(f"nothing was evicted: {never_applied(args.policy, stream.budget, longest, thought)}")
 
 
-def never_applied(policy: str, budget: int, longest: int) -> str:
-    """Why a budget never applied. longest: tokens of the longest text, with its prompt."""
+def never_applied(policy: str, budget: int, longest: int, thought: int | None = None) -> str:
+    """Why a budget never applied.
+
+    Args:
+        longest: tokens of the longest text, with its prompt.
+        thought: of a policy that evicts only while the model thinks, the tokens at the end of the longest thinking.
+    """
     if longest <= budget:
         return f"{policy} keeps {budget:,} tokens, and no text has more than {longest:,}."
+    if thought is not None and thought <= budget:
+        return (
+            f"{policy} keeps {budget:,} tokens while the model thinks, and with its prompt no thinking has more than "
+            f"{thought:,}; answers stay beside the budget."
+        )
     return f"{policy} keeps {budget:,} tokens and texts have up to {longest:,}, but it was never due to evict."
+
+
+def _say_what_never_thought(args: argparse.Namespace, stream: Stream) -> None:
+    """Say if the policy evicts only while the model thinks, and texts never opened the thinking."""
+    from minithink.text.thinking import never_opened
+
+    tokenizer = stream.loaded.tokenizer
+    if not stream.exempts_answers or None in tokenizer.think_ids:
+        return
+    results = _begun(stream)
+    never = sum(not r.thinking_tokens for r in results)
+    said = never_opened(args.policy, never, len(results), tokenizer.tags)
+    if said:
+        _say(f"{said}.")
 
 
 def _say_why_not_finite(stream: Stream) -> int:

@@ -37,7 +37,7 @@ from minithink.reread import diagnosis
 from minithink.sampling import NO_TOKEN, Sampler, SamplingParams, losses
 from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.text.looped import looped
-from minithink.text.thinking import CLOSE, OPEN, Stage, count_thinking, split_thinking
+from minithink.text.thinking import Stage, count_thinking, split_thinking
 
 LOOP_EVERY = 32  # tokens after which a sequence is looked at for a loop, if loops end it
 PREFILL_CHUNK = 2048  # prompt tokens per forward pass: bounds the memory of activations
@@ -169,7 +169,7 @@ class Stream:
     @property
     def _think_ids(self) -> tuple[int | None, int | None]:
         """The tokens that open and close the think stage."""
-        return self.loaded.tokenizer.id_of(OPEN), self.loaded.tokenizer.id_of(CLOSE)
+        return self.loaded.tokenizer.think_ids
 
     # -- what callers iterate over
 
@@ -237,6 +237,11 @@ class Stream:
             return None
         limits = [n for n in (self._policy.budget, self._policy.cap) if n is not None]
         return min(limits, default=None)
+
+    @property
+    def exempts_answers(self) -> bool:
+        """Whether the policy has a budget and evicts only while the model thinks."""
+        return self._policy is not None and self.budget is not None and self._policy.exempt_answer
 
     def diagnose(self) -> str:
         """Find out why logits were not finite: a sentence about the first such sequence; "": all were finite. It
@@ -473,7 +478,7 @@ class Stream:
         ledger = kv.as_dict()
         ledger.pop("reserve")
         text = self._text(s)
-        thinking, answer = split_thinking(text, self._begins_thinking(s))
+        thinking, answer = split_thinking(text, self._begins_thinking(s), self.loaded.tokenizer.tags)
         return Result(
             text=text,
             thinking=thinking,

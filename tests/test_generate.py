@@ -982,3 +982,100 @@ def test_a_budget_that_never_applied_is_said(capsys: Capture, model: Any, policy
     assert main(*model, prompt, "--no-chat", "--max-new-tokens", 6, "--temperature", 0, "--policy", policy) == 0
     err = capsys.readouterr().err
     assert re.search(said, err) if said else "nothing was evicted" not in err
+
+
+# Policies that evict only while the model thinks ------------------------------------------------------------------
+
+LITE = "crystal_kv_lite:budget=12"
+NEVER = (
+    f"the text never opened <think>, so {LITE} counts all of it as thinking, and its budget holds for the answer, too"
+)
+
+
+def played(
+    capsys: Capture, monkeypatch: Any, engine: Engine, text: str, *words: object
+) -> tuple[dict[str, Any], str]:
+    """What --json shows of a generation in which this text is drawn, and what is said beside it."""
+    script = engine.tokenizer.encode(text)
+    monkeypatch.setattr("minithink.sampling.Sampler.sample", scripted(script))
+    capsys.readouterr()
+    assert main("--json", "--max-new-tokens", len(script), *words) == 0
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+@pytest.mark.parametrize(
+    ("text", "held", "said"),
+    [
+        ("b " * 20, 12, NEVER),
+        ("<think>b</think>" + "b " * 20, None, f"nothing was evicted: {LITE} keeps 12 tokens while the model thinks"),
+        ("<think>" + "b " * 20, 12, ""),
+    ],
+    ids=["never opens", "thinks little", "thinks"],
+)
+def test_a_model_that_never_opens_its_thinking_keeps_the_budget(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, cache: str, text: str, held: int | None, said: str
+) -> None:
+    words = (*model, "Alpha", "--no-chat", "--policy", LITE, "--cache", cache)
+    result, err = played(capsys, monkeypatch, engine, text, *words)
+    read = result["prompt_tokens"] + result["generated_tokens"] - 1
+    assert read > 30
+    assert result["kv_tokens"] == (held or read)
+    assert (said in err) if said else (err == "")
+
+
+def test_texts_that_never_open_their_thinking_are_counted(capsys: Capture, model: Any) -> None:
+    words = (*model, "Alpha", "--no-chat", "--policy", LITE, "--num-samples", 3, "--max-new-tokens", 4)
+    assert main(*words, "--temperature", 0) == 0
+    assert "3 of 3 texts never opened <think>" in capsys.readouterr().err
+    for policy in ("crystal_kv_lite:budget=12,exempt_answer=false", "window:budget=12", "full"):
+        assert main(*model, "Alpha", "--no-chat", "--policy", policy, "--max-new-tokens", 4) == 0
+        assert "never opened" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "policy", ["crystal_kv:budget=40", "dynts:budget=40,ratio=0", "rkv:budget=40,buffer=4,exempt_answer=true"]
+)
+def test_every_policy_of_that_kind_keeps_the_budget(
+    capsys: Capture, monkeypatch: Any, model: Any, engine: Engine, policy: str
+) -> None:
+    words = (*model, "Alpha", "--no-chat", "--policy", policy)
+    result, err = played(capsys, monkeypatch, engine, "b " * 40, *words)
+    assert result["generated_tokens"] > 60
+    assert 0 < result["kv_tokens"] <= 44
+    assert "the text never opened <think>" in err
+
+
+@pytest.fixture(scope="module")
+def of_other_tags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that thinks between other tags."""
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "[THINK]", "[/THINK]"]
+    template = "{{ messages[0].content }}<|assistant|>[THINK]"
+    folder = tmp_path_factory.mktemp("tags") / "model"
+    return write_checkpoint(folder, special=special, template=template, generation={"eos_token_id": [0]})
+
+
+def test_other_tags_tell_thinking_from_answers(capsys: Capture, monkeypatch: Any, of_other_tags: Path) -> None:
+    engine = minithink.load(of_other_tags, device="cpu")
+    text = "so 1[/THINK]" + "b " * 20
+    words = ("--model", of_other_tags, "--device", "cpu", "--policy", LITE, "Alpha")
+    result, err = played(capsys, monkeypatch, engine, text, *words)
+    assert (result["thinking"], result["thinking_tokens"], result["kv_tokens"]) == ("", 0, 12)
+    assert (
+        "crystal_kv_lite evicts only while the model thinks, and the model has no tokens <think> and </think>: every "
+        "token counts as thinking, the answer's too; --think-tags names other tags."
+    ) in err
+    assert "never opened" not in err
+    result, err = played(capsys, monkeypatch, engine, text, "--think-tags", "[THINK],[/THINK]", *words)
+    assert result["thinking"] == "so 1"
+    assert result["answer"] == ("b " * 20).strip()
+    assert result["thinking_tokens"] == len(engine.tokenizer.encode("so 1[/THINK]"))
+    assert result["kv_tokens"] == result["prompt_tokens"] + result["generated_tokens"] - 1
+    assert "no tokens" not in err
+    fails(capsys, 2, "they must be two different texts", "--think-tags", "a,a", "x")
+
+
+def test_load_takes_other_tags(of_other_tags: Path) -> None:
+    engine = minithink.load(of_other_tags, device="cpu", think_tags=("[THINK]", "[/THINK]"))
+    assert engine.tokenizer.think_ids == (3, 4)

@@ -670,6 +670,23 @@ def test_a_budget_that_the_prompt_does_not_fit_into_is_refused() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_other_tags_of_the_thinking_may_be_named() -> None:
+    """A tokenizer that is given stays as it is."""
+    tokenizer = Tokenizer.from_folder(TINY)
+    closes = tokenizer.id_of("<|end|>")
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    usual = hf.cache(model, "crystal_kv:budget=20", tokenizer=tokenizer)
+    assert usual._think_ids() == tokenizer.think_ids
+    other = hf.cache(model, "crystal_kv:budget=20", tokenizer=tokenizer, think_tags=("<|user|>", "<|end|>"))
+    assert other._think_ids() == (tokenizer.id_of("<|user|>"), closes)
+    assert other._begins_thinking([tokenizer.id_of("<|user|>") or 0])
+    assert tokenizer.tags == ("<think>", "</think>")
+    with pytest.raises(UsageError, match="two different texts"):
+        hf.cache(model, "crystal_kv:budget=20", tokenizer=tokenizer, think_tags=("a",))
+    with pytest.raises(UsageError, match="the tokenizer is not known"):
+        hf.cache(model, "crystal_kv:budget=20", think_tags=("a", "b"))
+
+
 def test_embeddings_are_enough_where_no_text_is_read() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (9, 9), 2))

@@ -41,7 +41,7 @@ from minithink.results.progress import progress
 from minithink.tasks import needs
 from minithink.tasks.prepare import Reference, references
 from minithink.text.openings import sentences
-from minithink.text.thinking import CLOSE
+from minithink.text.tags import THINK
 
 # Name → the positions whose attention is summed up.
 FIRST = {"first_token": slice(0, 1), "first_four": slice(0, 4), "next_four": slice(4, 8)}
@@ -51,7 +51,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `analysis attention`."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, tags=False)  # they read texts with <think>
     add = parser.add_argument
     add(
         "--limit",
@@ -105,7 +105,7 @@ class Trace:
     def of(cls, engine: Engine, one: Reference) -> Trace:
         """UsageError: the model's context is too short for it."""
         prompt = engine.prompt_ids(one.question)
-        tokens = engine.text_ids(f"{one.thinking}{CLOSE}{one.answer}", one.id)
+        tokens = engine.text_ids(f"{one.thinking}{THINK.close}{one.answer}", one.id)
         length = len(prompt) + len(tokens)
         context = engine.config.max_position
         if length > context:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minithink.engine import Engine
 from minithink.ref.rope import rope
-from minithink.text.thinking import CLOSE
+from minithink.text.tags import THINK
 
 EVERY = 16  # steps from one call of `watch` to the next
 READ = 128  # tokens of each prompt that are read at once: attention's logits are rows · heads · READ · longest
@@ -134,7 +134,7 @@ def decode(
 
 def thinking_end(engine: Engine, generated: Sequence[int]) -> int:
     """How many generated tokens come before `</think>`; all, if it never comes."""
-    close = engine.tokenizer.id_of(CLOSE)
+    close = engine.tokenizer.id_of(THINK.close)
     return next((i for i, t in enumerate(generated) if t == close), len(generated))
 
 

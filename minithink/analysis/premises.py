@@ -34,7 +34,7 @@ from minithink.reread.attention import read
 from minithink.results.progress import progress
 from minithink.tasks import Problem
 from minithink.text.openings import area, direction, openings, sentences
-from minithink.text.thinking import CLOSE
+from minithink.text.tags import THINK
 from minithink.text.thoughts import NAMES
 
 KINDS = tuple(reversed(NAMES))  # reasoning, execution, transition
@@ -272,7 +272,7 @@ class Steer:
         self.vector = vector.to(engine.device)
         self.layer = layer
         self.where = token_table(engine, "" if at == "every" else "\n\n")
-        self.close = engine.tokenizer.id_of(CLOSE)
+        self.close = engine.tokenizer.id_of(THINK.close)
         self.answers = torch.tensor(False, device=engine.device)  # then bool [rows]: which have closed their thinking
 
     def __call__(self, last: Tensor, layer: int, hidden: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ SETTINGS = (  # options that decide a result
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of all commands."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, tags=False)  # they read texts with <think>
     add = parser.add_argument
     add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
     add("--limit", type=positive, default=32, metavar="N", help="problems (default: 32)")

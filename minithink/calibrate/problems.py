@@ -137,7 +137,7 @@ def say_of_graders(examples: Sequence[Example]) -> None:
 def is_right(tokenizer: Tokenizer, s: Track, example: Example) -> bool | None:
     """Whether the answer of a finished sequence is right; None: it is not graded."""
     text = tokenizer.decode(s.tokens[:-1] if s.finish_reason == "stop" else s.tokens)
-    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+    _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think", tokenizer.tags)
     return grade(answer, example.answer, example.grader).right
 
 

@@ -48,7 +48,6 @@ from minithink.results.files import replace as replace_file
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 from minithink.text.openings import Thought, area, found
-from minithink.text.thinking import CLOSE
 
 FILE = "steering.safetensors"
 KINDS = ("reasoning", "execution", "transition")  # of the sentence before a thought
@@ -261,7 +260,7 @@ def before_thoughts(
         tokens: ids that were generated; those before `</think>` are read.
         labels: see `openings.found`.
     """
-    close = engine.tokenizer.id_of(CLOSE)
+    close = engine.tokenizer.think_ids[1]
     n = next((i for i, token in enumerate(tokens) if token == close), len(tokens))
     thoughts = found(engine.tokenizer.pieces(tokens[:n]), labels)
     if not thoughts:

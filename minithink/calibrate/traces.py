@@ -30,7 +30,6 @@ from minithink.results.progress import progress
 from minithink.sequence import Track
 from minithink.tasks import families
 from minithink.tasks.prepare import FAMILIES, SIZES
-from minithink.text.thinking import CLOSE
 
 HALF = torch.float16  # hidden states in the files
 
@@ -150,7 +149,7 @@ def sample(
 def line_of(engine: Engine, s: Track, dataset: str, example: Example, folder: Path) -> dict[str, Any]:
     """The line of a text. If the text is right and complete, hidden states and targets go to its file."""
     tokenizer = engine.tokenizer
-    closed = tokenizer.id_of(CLOSE) in s.tokens
+    closed = tokenizer.think_ids[1] in s.tokens
     right = s.finish_reason == "stop" and closed and bool(is_right(tokenizer, s, example))
     length = 0
     if right:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from minithink.cli.commands import DECIMAL, location
-from minithink.errors import quoted
+from minithink.errors import UsageError, quoted
+from minithink.text.tags import THINK, Tags, tags_of
 
 WORDS = {"true": True, "false": False, "none": None, "null": None}  # values of --template that are no text
 
@@ -18,10 +19,12 @@ def model_name(model: str, adapter: Path | None) -> str:
     return model if adapter is None else f"{model} --adapter {adapter}"
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
-    """Add --model, --adapter and --template.
+def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "tiny", tags: bool = True) -> None:
+    """Add --model, --adapter, --template and --think-tags.
 
-    default: of `args.model`; None: the command must know whether the user named a model.
+    Args:
+        default: of `args.model`; None: the command must know whether the user named a model.
+        tags: whether the command has --think-tags.
     """
     add = parser.add_argument
     add("--model", default=default, help="folder, GGUF file or Hugging Face id (default: the embedded model, tiny)")
@@ -38,16 +41,37 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str | None = "
         metavar="NAME=VALUE",
         help="a variable of the model's chat template, as in enable_thinking=false; several --template are combined",
     )
+    if not tags:
+        return
+    add(
+        "--think-tags",
+        type=pair,
+        metavar="OPEN,CLOSE",
+        help=f"the tags between which the model thinks, as in [THINK],[/THINK] (default: {','.join(THINK)})",
+    )
 
 
 def model_options(args: Any) -> dict[str, Any]:
     """What these options say, as options of `load`. args: an object with their values, such as a command's."""
-    return {"adapter": args.adapter, "template": args.template}
+    return {"adapter": args.adapter, "template": args.template, "think_tags": getattr(args, "think_tags", None)}
 
 
 def model_settings(args: Any) -> dict[str, Any]:
     """What a record says of these options beside the model's name: only what was given."""
-    return {"template": args.template} if args.template else {}
+    said = dict[str, Any]()
+    if args.template:
+        said["template"] = args.template
+    if getattr(args, "think_tags", None):
+        said["think_tags"] = list(args.think_tags)
+    return said
+
+
+def pair(text: str) -> Tags:
+    """For argparse: OPEN,CLOSE."""
+    try:
+        return tags_of(text.split(","))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from None
 
 
 def variable(text: str) -> tuple[str, Any]:

@@ -25,6 +25,7 @@ class Job:
     model: str = "tiny"
     adapter: Path | None = None
     template: Mapping[str, Any] | None = None
+    think_tags: Sequence[str] | None = None
     dataset: str = "facts"
     split: str | None = None
     fields: Mapping[str, str] | None = None

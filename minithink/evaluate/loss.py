@@ -57,6 +57,7 @@ from minithink.results.progress import progress
 from minithink.results.sources import source_of
 from minithink.sequence import Track
 from minithink.stream import Stream
+from minithink.text.tags import tags_of
 
 HELP = (
     "The full cache is always run, too, because the others are compared with it. Written to DIR: config.json, a "
@@ -169,10 +170,11 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
     refuse_ranks()
     cells = cells_of(job)
     length = job.read_length
+    tags = tags_of(job.think_tags)
     if job.answers:
-        texts = read_answers(job.texts, job.limit, job.seed)
+        texts = read_answers(job.texts, job.limit, job.seed, tags)
     else:
-        texts = read_texts(job.texts, length=length or LENGTH, limit=job.limit, seed=job.seed)
+        texts = read_texts(job.texts, length=length or LENGTH, limit=job.limit, seed=job.seed, tags=tags)
     engine = load(
         job.model,
         **model_options(job),

@@ -31,6 +31,7 @@ class LossJob:
     model: str = "tiny"
     adapter: Path | None = None
     template: Mapping[str, Any] | None = None
+    think_tags: Sequence[str] | None = None
     device: str = "auto"
     dtype: str = "auto"
     backend: str = "auto"

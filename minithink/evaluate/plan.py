@@ -24,6 +24,8 @@ from minithink.kv.contract import Policy
 from minithink.kv.sizes import check_budget, least_kept
 from minithink.policies import AMPLE as AMPLE  # a share's tokens are not known at first, either
 from minithink.policies import TokensOf, Written, ample, read
+from minithink.text.tags import Tags
+from minithink.text.thinking import never_opened
 
 
 @dataclass(frozen=True)
@@ -328,13 +330,35 @@ def said_of_budgets(cells: Sequence[Cell], records: Sequence[Record]) -> list[st
     said = []
     for cell in cells:
         own = [r for r in records if (r.policy, r.budget) == cell.name]
-        if own and cell.make().budget is not None and not any(map(_evicted, own)):
+        policy = cell.make()
+        if own and policy.budget is not None and not any(map(_evicted, own)):
             longest = max(r.prompt_tokens + r.generated_tokens for r in own)
+            why = f"and the longest text has {longest:,} tokens"
+            # A text that never opens the thinking counts as thinking.
+            thought = max(r.prompt_tokens + (r.thinking_tokens or r.generated_tokens) for r in own)
+            if policy.exempt_answer and thought < longest:
+                why += f"; no prompt and thinking has more than {thought:,}, and answers stay beside the budget"
             said.append(
                 f"{cell}: the budget never applied, so these are the texts of the full cache (no token was evicted, "
-                f"and the longest text has {longest:,} tokens)"
+                f"{why})"
             )
     return said
+
+
+def said_of_stages(cells: Sequence[Cell], records: Sequence[Record], tags: Tags) -> list[str]:
+    """A sentence for each cell whose policy evicts only while the model thinks, if texts never opened the thinking.
+
+    tags: between which the model is taken to think; both are tokens.
+    """
+    said = []
+    for cell in cells:
+        policy = cell.make()
+        if not policy.exempt_answer or policy.budget is None:
+            continue
+        own = [r for r in records if (r.policy, r.budget) == cell.name and r.generated_tokens]
+        never = sum(not r.thinking_tokens for r in own)
+        said.append(never_opened(str(cell), never, len(own), tags))
+    return [sentence for sentence in said if sentence]
 
 
 def _evicted(record: Record) -> bool:

@@ -43,6 +43,7 @@ from minithink.evaluate.plan import (
     said_of_budgets,
     said_of_bytes,
     said_of_prompts,
+    said_of_stages,
     tokens_by_bytes,
     tokens_of,
 )
@@ -324,7 +325,11 @@ def evaluate(
         ranks.wait()
     records = read(folder).records
     if not ranks.rank:
-        for note in said_of_budgets(cells, records):
+        tokenizer = engine.tokenizer
+        said = said_of_budgets(cells, records)
+        if None not in tokenizer.think_ids:
+            said += said_of_stages(cells, records, tokenizer.tags)
+        for note in said:
             _say(note)
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(
@@ -623,7 +628,7 @@ class Evaluation:
         stopped = bool(s.tokens) and s.tokens[-1] in stream.stop_ids
         text = tokenizer.decode(s.tokens[:-1] if stopped else s.tokens)
         # What a sequence writes while it still thinks is no answer.
-        _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think")
+        _, answer = split_thinking(text, Stage(tokenizer, s.prompt).name == "think", tokenizer.tags)
         graded = grade(answer, example.answer, example.grader)
         if s.finish_reason == NON_FINITE:
             graded = Graded(None, False)

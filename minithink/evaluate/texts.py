@@ -19,7 +19,8 @@ from minithink.evaluate.grading import NONE
 from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
 from minithink.results.files import read_bytes
 from minithink.tasks.prepare import references
-from minithink.text.thinking import CLOSE, count_thinking
+from minithink.text.tags import THINK, Tags
+from minithink.text.thinking import count_thinking
 
 STDLIB = "stdlib"
 REFERENCE = "reference"
@@ -54,7 +55,14 @@ class Given:
     first: int  # the position of the first token whose loss counts
 
 
-def read_texts(where: str, *, length: int = LENGTH, limit: int | None = None, seed: int = 0) -> list[Text]:
+def read_texts(
+    where: str,
+    *,
+    length: int = LENGTH,
+    limit: int | None = None,
+    seed: int = 0,
+    tags: Tags = THINK,
+) -> list[Text]:
     """The texts that `--texts` names.
 
     - `stdlib`: source files of the Python that runs, long enough, drawn by lot with the seed.
@@ -75,7 +83,7 @@ def read_texts(where: str, *, length: int = LENGTH, limit: int | None = None, se
     if where == STDLIB:
         return _sources(length, SOURCES if limit is None else limit, seed)
     if where == REFERENCE:
-        return _references(TRACES if limit is None else limit, seed)
+        return _references(TRACES if limit is None else limit, seed, tags)
     path = Path(where)
     if path.is_dir():
         texts = [Text(found.relative_to(path).as_posix(), _content(found)) for found in files_in(path)[:limit]]
@@ -127,13 +135,19 @@ def _beginning(engine: Engine, content: str, name: str, length: int | None) -> l
 # -- answers
 
 
-def read_answers(where: str, limit: int | None = None, seed: int = 0) -> list[Text]:
+def read_answers(where: str, limit: int | None = None, seed: int = 0, tags: Tags = THINK) -> list[Text]:
     """Questions with a thinking text and an answer.
 
     - `reference`: as of `read_texts`.
     - the folder of an evaluation with `--keep-text`: what the full cache generated, or else the first policy, and
       came to an end.
     - a `.jsonl` file: one object a line, with `prompt`, `thinking` and `answer`.
+
+    Args:
+        where: as above.
+        limit: take only the first so many texts; None: all, and of `reference` TRACES.
+        seed: of the draw of `reference`.
+        tags: between which the model thinks.
 
     Raises:
         UsageError: there is none, or something else.
@@ -144,9 +158,9 @@ def read_answers(where: str, limit: int | None = None, seed: int = 0) -> list[Te
             "file, or reference."
         )
     if where == REFERENCE:
-        return _references(TRACES if limit is None else limit, seed)
+        return _references(TRACES if limit is None else limit, seed, tags)
     path = Path(where)
-    texts = _kept_texts(path) if path.is_dir() else _thinking_lines(path)
+    texts = _kept_texts(path, tags) if path.is_dir() else _thinking_lines(path, tags)
     if not texts:
         raise UsageError(f"{escaped(path)} holds no text that has an answer behind its thinking: give another.")
     return texts[:limit]
@@ -168,7 +182,7 @@ def given_answers(engine: Engine, texts: Sequence[Text]) -> list[Given]:
     return out
 
 
-def _kept_texts(folder: Path) -> list[Text]:
+def _kept_texts(folder: Path, tags: Tags) -> list[Text]:
     """Of an evaluation, see `read_answers`."""
     run = read(folder)
     policies = {record.policy: None for record in run.records}
@@ -190,12 +204,12 @@ def _kept_texts(folder: Path) -> list[Text]:
             continue
         if record.text is None or record.id not in questions:
             raise UsageError(f"{escaped(folder)} does not hold the texts themselves: evaluate with --keep-text.")
-        if CLOSE in record.text and record.text.rpartition(CLOSE)[2].strip():
+        if tags.close in record.text and record.text.rpartition(tags.close)[2].strip():
             texts.append(Text(record.id, record.text, questions[record.id]))
     return sorted(texts, key=lambda text: text.name)
 
 
-def _thinking_lines(path: Path) -> list[Text]:
+def _thinking_lines(path: Path, tags: Tags) -> list[Text]:
     """The texts of a .jsonl file with `prompt`, `thinking` and `answer`."""
     texts = []
     for where, row in _objects(path):
@@ -203,7 +217,7 @@ def _thinking_lines(path: Path) -> list[Text]:
         if not all(isinstance(part, str) and part.strip() for part in parts):
             raise UsageError(f"{escaped(where)} lacks a text in prompt, thinking or answer: it is {quoted(row)}.")
         prompt, thinking, answer = parts
-        texts.append(Text(where, f"{thinking}{CLOSE}{answer}", prompt))
+        texts.append(Text(where, f"{thinking}{tags.close}{answer}", prompt))
     return texts
 
 
@@ -263,10 +277,10 @@ def _objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def _references(count: int, seed: int) -> list[Text]:
+def _references(count: int, seed: int, tags: Tags) -> list[Text]:
     """Reference traces of `count` validation problems, on which no model was trained, of the families in turn."""
     found = references(count, seed)
-    return [Text(one.id, f"{one.thinking}{CLOSE}{one.answer}", one.question) for one in found]
+    return [Text(one.id, f"{one.thinking}{tags.close}{one.answer}", one.question) for one in found]
 
 
 def _sources(length: int, count: int, seed: int) -> list[Text]:

@@ -16,12 +16,14 @@ Everything of transformers is imported here and nowhere else. It is an optional 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.kv.contract import Policy
+from minithink.text.tags import tags_of
 
 if TYPE_CHECKING:
     from minithink.hf.policy_cache import PolicyCache
@@ -42,6 +44,7 @@ def cache(
     eos_token_id: int | list[int] | None = None,
     pad_token_id: int | None = None,
     pages: bool = False,
+    think_tags: Sequence[str] | None = None,
 ) -> PolicyCache:
     """A cache for one call of `model.generate(…, past_key_values=cache)`.
 
@@ -57,6 +60,8 @@ def cache(
             sequence that is fed one of them has ended, and leaves the cache.
         pages: keep keys and values in pages (`kv/manager.py`), packed in their formats, instead of ordinary tensors
             (`kv/plain.py`).
+        think_tags: the texts that open and close the thinking, as in ("[THINK]", "[/THINK]"); None: <think> and
+            </think>, or those of a tokenizer of minithink.
 
     Raises:
         UsageError: the model, the policy or another argument is not supported.
@@ -70,6 +75,8 @@ def cache(
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise UsageError(f"max_length is {quoted(max_length)}; it must be a whole number and at least 1.")
     known = Known(model, folder, tokenizer)
+    if think_tags is not None:
+        known.name_tags(tags_of(think_tags))
     return PolicyCache(
         known,
         known.bind(policy),

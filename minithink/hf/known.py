@@ -21,6 +21,7 @@ from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
 from minithink.policies import check_numbers, load_installed, parse
+from minithink.text.tags import Tags
 from minithink.text.tokenizer import Tokenizer
 
 KINDS = {kind: architecture for architecture, kind in ARCHITECTURES.items()}
@@ -49,6 +50,12 @@ class Known:
         self.dtype = weight.dtype
         self.folder = _folder_of(model, folder)
         self.tokenizer = tokenizer_of(tokenizer, self.folder, given=folder is not None)
+
+    def name_tags(self, tags: Tags) -> None:
+        """Let the model think between these tags. The caller's tokenizer stays as it is."""
+        tokenizer = copy.copy(self._tokenizer())
+        tokenizer.tags = tags
+        self.tokenizer = tokenizer
 
     @cached_property
     def vocabulary(self) -> tuple[bytes, ...]:

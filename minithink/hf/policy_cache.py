@@ -37,7 +37,7 @@ from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
 from minithink.model import Rope, Rotated
-from minithink.text.thinking import CLOSE, OPEN, Stage
+from minithink.text.thinking import Stage
 
 AGAIN = "make a new cache for every call of generate, or call reset() between them"
 FIRST = 256  # tokens behind the prompts for which a pool that grows has room at first
@@ -305,7 +305,7 @@ class PolicyCache(Cache):
         tokenizer = self.known.tokenizer
         if tokenizer is None:
             return None, None
-        return tokenizer.id_of(OPEN), tokenizer.id_of(CLOSE)
+        return tokenizer.think_ids
 
     def _begins_thinking(self, prompt: list[int]) -> bool:
         """Whether a prompt ends inside the think stage."""

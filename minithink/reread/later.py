@@ -14,21 +14,20 @@ from torch import Tensor
 
 from minithink.loaded import Loaded
 from minithink.reread.attention import QUERIES, Tap, read
-from minithink.text.thinking import CLOSE, OPEN
 
 
 def thinking_of(loaded: Loaded, tokens: Sequence[int]) -> range:
-    """The thinking tokens of a generated text, those between the tags: a range of its tokens. If `</think>` never
-    comes, all tokens think."""
-    opening = loaded.tokenizer.id_of(OPEN)
-    closing = loaded.tokenizer.id_of(CLOSE)
+    """The thinking tokens of a generated text, those between the tags: a range of its tokens. If the closing tag
+    never comes, all tokens think."""
+    opening, closing = loaded.tokenizer.think_ids
     end = next((i for i, token in enumerate(tokens) if token == closing), len(tokens))
     begin = 1 if tokens and tokens[0] == opening else 0
     return range(min(end, begin), end)
 
 
 def answer_rows(loaded: Loaded, prompt: int, tokens: Sequence[int]) -> range:
-    """Positions of the answer: behind `</think>`, without a token that ends the text. prompt: tokens before it."""
+    """Positions of the answer: behind the closing tag, without a token that ends the text. prompt: tokens before
+    it."""
     end = len(tokens)
     if tokens and tokens[-1] in loaded.stop_ids:
         end -= 1

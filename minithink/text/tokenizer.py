@@ -31,6 +31,7 @@ from minithink.text.bpe import BytePairEncoding, Unsupported, bytes_of, check_id
 from minithink.text.chat import TemplateFailed, checked_template, read_template, render
 from minithink.text.gguf_tokenizer import tokenizer_files
 from minithink.text.pieces import flattened, read_normalizer, read_pre_tokenizer
+from minithink.text.tags import THINK
 
 if TYPE_CHECKING:
     import tiktoken
@@ -74,6 +75,12 @@ class Tokenizer:
         self.bos_id = added.id_of(added.named.get("bos_token", ""))
         self.eos_id = added.id_of(added.named.get("eos_token", ""))
         self.chat_template = template
+        self.tags = THINK  # no file says between which tags a model thinks
+
+    @property
+    def think_ids(self) -> tuple[int | None, int | None]:
+        """The tokens that open and close the thinking; None: the tag is no token."""
+        return self.id_of(self.tags.open), self.id_of(self.tags.close)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:

@@ -172,3 +172,70 @@ def test_calibrate_gives_the_variables_and_records_them(model: Path, tmp_path: P
     [[prompt, *_]] = values["texts"]
     assert prompt == engine.prompt_ids("Who?")
     assert "the chat template reads no 'other'" in capsys.readouterr().err
+
+
+# The tags of the thinking -----------------------------------------------------------------------------------------
+
+BRACKETS = ["--think-tags", "[THINK],[/THINK]"]
+
+
+@pytest.fixture(scope="module")
+def of_other_tags(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "[THINK]", "[/THINK]"]
+    template = "{{ messages[0].content }}<|assistant|>[THINK]"
+    return write_checkpoint(tmp_path_factory.mktemp("tags") / "model", special=special, template=template)
+
+
+def test_tags_are_two_texts_with_a_comma_between_them() -> None:
+    assert options_of()["think_tags"] is None
+    assert options_of(*BRACKETS)["think_tags"] == ("[THINK]", "[/THINK]")
+    for text in ("[THINK]", "a,a", "a,b,c", ","):
+        with pytest.raises(UsageError, match="argument --think-tags: The tags of the thinking are"):
+            options_of("--think-tags", text)
+
+
+def test_evaluate_counts_the_thinking_between_other_tags(
+    of_other_tags: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "Who?", "answer": "1"}\n')
+    words = ["--model", str(of_other_tags), "--dataset", str(path), "--max-new-tokens", "20", "--device", "cpu"]
+    words += ["--policies", "crystal_kv_lite", "--budgets", "12", "--temperature", "0"]
+    assert evaluate([*words, "--output-dir", str(tmp_path / "usual")]) == 0
+    assert "the model has no tokens <think> and </think>" in capsys.readouterr().err
+    assert evaluate([*words, *BRACKETS, "--output-dir", str(tmp_path / "own")]) == 0
+    err = capsys.readouterr().err
+    assert "no tokens" not in err
+    assert "never opened" not in err
+    thinking = {}
+    for name in ("usual", "own"):
+        [line] = (tmp_path / name / "results.jsonl").read_text().splitlines()
+        thinking[name] = json.loads(line)["thinking_tokens"]
+    assert thinking == {"usual": 0, "own": 20}
+    settings = json.loads((tmp_path / "own" / "config.json").read_text())["settings"]
+    assert settings["think_tags"] == ["[THINK]", "[/THINK]"]
+    assert evaluate([*words, "--output-dir", str(tmp_path / "own"), "--resume"]) == 2
+    assert "think_tags" in capsys.readouterr().err
+
+
+def test_evaluate_says_which_texts_never_opened_their_thinking(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"question": "Who?", "answer": "1"}\n{"question": "a", "answer": "1"}\n')
+    words = ["--model", str(model), "--dataset", str(path), "--max-new-tokens", "6", "--device", "cpu"]
+    words += ["--policies", "crystal_kv_lite,window", "--budgets", "12", "--temperature", "0"]
+    assert evaluate([*words, "--output-dir", str(tmp_path / "out")]) == 0
+    err = capsys.readouterr().err
+    assert "2 of 2 texts never opened <think>, so crystal_kv_lite at 12 tokens counts all of each as thinking" in err
+    assert "window at 12 tokens counts" not in err
+
+
+def test_the_loss_of_answers_is_taken_behind_other_tags(of_other_tags: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "Who?", "thinking": "so", "answer": "Alpha sits"}\n')
+    words = ["loss", "--model", str(of_other_tags), "--texts", str(path), "--answers", "--device", "cpu", *BRACKETS]
+    assert evaluate([*words, "--output-dir", str(tmp_path / "out")]) == 0
+    [line] = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    engine = load(of_other_tags, device="cpu", think_tags=("[THINK]", "[/THINK]"))
+    assert json.loads(line)["generated_tokens"] >= len(engine.tokenizer.encode("Alpha sits"))
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["settings"]
+    assert settings["think_tags"] == ["[THINK]", "[/THINK]"]

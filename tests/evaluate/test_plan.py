@@ -21,6 +21,7 @@ from minithink.evaluate.plan import (
     plan,
     said_of_budgets,
     said_of_prompts,
+    said_of_stages,
     tokens_by_bytes,
     tokens_of,
 )
@@ -28,6 +29,7 @@ from minithink.kv.byte_size import ByteSize
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.policies import POLICIES, Written, read, split, takes_budget
+from minithink.text.tags import THINK
 from tests.evaluate.draw import record
 
 
@@ -260,3 +262,27 @@ def test_a_budget_that_never_applied_is_said_once() -> None:
     [said] = said_of_budgets(cells, records)
     assert said.startswith("window at 512 tokens: the budget never applied")
     assert "the longest text has 150 tokens" in said
+
+
+def test_a_budget_that_answers_are_exempt_from_says_why_it_never_applied() -> None:
+    text = {"prompt_tokens": 50, "generated_tokens": 600, "steps": 599, "tokens_peak": 649.0}
+    one = cell("crystal_kv_lite", 512)
+    records = [record(policy=one.policy, budget=one.budget, id="p", thinking_tokens=100, **text)]
+    [said] = said_of_budgets([one], records)
+    assert "no prompt and thinking has more than 150, and answers stay beside the budget" in said
+    of_all = cell("crystal_kv_lite:exempt_answer=false", 512)
+    records = [record(policy=of_all.policy, budget=of_all.budget, id="p", thinking_tokens=100, **text)]
+    [said] = said_of_budgets([of_all], records)
+    assert "beside the budget" not in said
+
+
+def test_texts_that_never_opened_the_thinking_are_said_of_policies_that_care() -> None:
+    cells = [cell(name, 512) for name in ("crystal_kv_lite", "dynts", "window")]
+    cells += [cell("crystal_kv_lite:exempt_answer=false", 512), cell("full", None)]
+    records = []
+    for one in cells:
+        for id, thought in (("p", 0), ("q", 3)):
+            records.append(record(policy=one.policy, budget=one.budget, id=id, thinking_tokens=thought))
+    records = [r for r in records if not (r.policy == "dynts" and r.id == "p")]
+    [said] = said_of_stages(cells, records, THINK)
+    assert said.startswith("1 of 2 texts never opened <think>, so crystal_kv_lite at 512 tokens counts all of each")

@@ -19,7 +19,7 @@ from minithink.reread.later import answer_rows, later, thinking_of
 from minithink.tasks.needs import reader
 from minithink.tasks.needs_follower import followers
 from minithink.tasks.prepare import FAMILIES, document
-from minithink.text.thinking import CLOSE, OPEN
+from minithink.text.tags import THINK
 
 torch.set_num_threads(1)
 OPEN_ID, CLOSE_ID, STOP = 90, 91, 92
@@ -31,7 +31,7 @@ TENTHS = [  # of layers and heads, rows a1 to a3, columns t1 to t5
 
 def stub(layers: int = 2) -> Any:
     """What `foresight` asks of what is loaded, but its model."""
-    tokenizer = SimpleNamespace(id_of={OPEN: OPEN_ID, CLOSE: CLOSE_ID}.get, pieces=lambda ids: ["x" for _ in ids])
+    tokenizer = SimpleNamespace(think_ids=(OPEN_ID, CLOSE_ID), pieces=lambda ids: ["x" for _ in ids])
     return SimpleNamespace(
         tokenizer=tokenizer,
         config=SimpleNamespace(num_layers=layers),
@@ -136,7 +136,7 @@ def test_blocks_of_queries_give_the_whole(tiny: Engine, seed: int, monkeypatch: 
     prompt, tokens, _ = text_of(tiny, seed)
     m, ids = len(prompt), [*prompt, *tokens]
     p, states = whole(tiny, ids)
-    end, stop = m + tokens.index(tiny.tokenizer.id_of(CLOSE)), len(ids) - 1
+    end, stop = m + tokens.index(tiny.tokenizer.id_of(THINK.close)), len(ids) - 1
     want = {"answer": p[end + 1 : stop, m:end].sum(0), "hindsight": p[m:stop, m:end].sum(0)}
     seen = list[int]()
     monkeypatch.setattr(foresight, "QUERIES", 13)
