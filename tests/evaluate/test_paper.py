@@ -202,7 +202,10 @@ def test_the_papers_numbers_stand_beside_those_of_the_run(
     said = capsys.readouterr()
     note = (tmp_path / "AIME24" / paper.NOTE).read_text()
     for text in (note, said.out):
-        assert "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval |" in text
+        assert (
+            "| method | budget | paper, R1-Qwen-14B | paper, QwQ-32B | here | 95 % interval | tokens | KV peak |"
+            in text
+        )
         assert "| KIVI | – | 40% | 60.56% | 0.0% |" in text
     lines = [line.removeprefix("minithink.evaluate: ") for line in said.err.splitlines()]
     assert note.startswith("# thinkv-table1\n\n- ThinKV, table 1")

@@ -159,7 +159,15 @@ def compared(part: Part, rows: Sequence[summary.Row]) -> str:
     reported = part.column.reported if part.stands else {}
     found = {(row.policy, row.budget): row for row in rows if row.group is None}
     short = [model.replace("DeepSeek-R1-Distill-", "R1-") for model in reported]
-    header = ["method", "budget", *(f"paper, {model}" for model in short), "here", "95 % interval"]
+    header = [
+        "method",
+        "budget",
+        *(f"paper, {model}" for model in short),
+        "here",
+        "95 % interval",
+        "tokens",
+        "KV peak",
+    ]
     lines = [header, ["---", *["---:"] * (len(header) - 1)]]
     for method in part.rows:
         for cell in runner.cells_of(part.job):
@@ -172,6 +180,7 @@ def compared(part: Part, rows: Sequence[summary.Row]) -> str:
                 tokens = cell.budget if isinstance(cell.budget, int) else None
                 percent = numbers.get((method.name, tokens))
                 percents.append("–" if percent is None else f"{percent:g}%")
-            lines.append([method.name, summary.budget_of(row), *percents, right, interval])
+            sizes = [f"{row.generated_mean:,.0f}", summary.size(row.kv_bytes_peak)]
+            lines.append([method.name, summary.budget_of(row), *percents, right, interval, *sizes])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"## {escaped(part.name)}\n\n{table}\n"
