@@ -150,8 +150,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         print(line)
     if values["fallback"]:
         _say(
-            f"WARNING: no layer has {args.thoughts} modes for most prompts, so the thresholds are quantiles: types "
-            "have the shares that the paper's average bits stand for, and no more meaning than the report shows"
+            f"attention sparsity does not tell this model's thoughts apart: no layer has {args.thoughts} modes for "
+            "most prompts, so the thresholds only give each type of thought its usual share"
         )
     _say(f"written to {folder / name}")
     return 0

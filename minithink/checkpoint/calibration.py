@@ -179,8 +179,8 @@ def caution(name: str, values: dict[str, Any]) -> str:
     if not values.get("fallback"):
         return ""
     return (
-        f"no layer of this model shows clear modes of sparsity, so {name} has quantiles for thresholds: types of "
-        "thoughts have usual shares and little meaning"
+        f"attention sparsity does not tell this model's thoughts apart, so the thresholds in {name} only give each "
+        "type of thought its usual share"
     )
 
 

@@ -231,7 +231,7 @@ def load(text: str) -> str:
         for member in _MEMBERS.split(policy):
             name, _ = _head(member)
             if own.OWN.fullmatch(name):
-                POLICIES[name] = own.imported(name)
+                POLICIES[name] = own.imported(name, POLICIES)
     return text
 
 

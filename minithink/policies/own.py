@@ -14,10 +14,13 @@ import hashlib
 import importlib
 import inspect
 import linecache
+import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -33,16 +36,20 @@ OURS = "own_"  # begins the names of the modules of files
 _FILES: dict[Path, tuple[bytes, ModuleType]] = {}  # a file → its content when it was run, and what it defined
 
 
-def imported(name: str) -> type[Policy]:
+def imported(name: str, known: Iterable[str] = ()) -> type[Policy]:
     """The class that a name such as `mine.py:Mine` or `ideas.mine:Mine` stands for. Its file is run, if it has not
     been run or was edited since.
+
+    Args:
+        name: as above.
+        known: names of policies, one of which may have been meant if there is no such module.
 
     Raises:
         UsageError: there is no such file, module or class, or the class is no policy that a text can describe.
         MinithinkError: the file cannot be read or raised an error.
     """
     where, _, attribute = name.rpartition(":")
-    module = _of_file(where) if where.endswith(".py") else _of_module(where)
+    module = _of_file(where) if where.endswith(".py") else _of_module(where, known)
     if not hasattr(module, attribute):
         others = [key for key, value in vars(module).items() if _is_defined_in(value, module)]
         there = f"its policies are {', '.join(others)}" if others else "there is no policy in it"
@@ -119,7 +126,11 @@ def _of_file(where: str) -> ModuleType:
     try:
         source = path.read_bytes()
     except OSError as error:
-        raise MinithinkError(f"The policy's file {escaped(where)} cannot be read: {reason(error)}.") from None
+        near = ""
+        if isinstance(error, FileNotFoundError):
+            near = _similar(path.name, (other.name for other in path.parent.glob("*.py")))
+        said = f"{reason(error)}{near}"
+        raise MinithinkError(f"The policy's file {escaped(where)} cannot be read: {said}.") from None
     before, module = _FILES.get(path, (None, None))
     if module is not None and before == source:
         return module
@@ -161,7 +172,7 @@ def _refuse_same_neighbours(folder: Path) -> None:
             )
 
 
-def _of_module(where: str) -> ModuleType:
+def _of_module(where: str, known: Iterable[str]) -> ModuleType:
     """An importable module; modules in the folder where the program was started are importable, too.
 
     Raises:
@@ -177,13 +188,29 @@ def _of_module(where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is not None and (where == error.name or where.startswith(f"{error.name}.")):
+            near = _similar(error.name.rpartition(".")[2], _beside(error.name))
+            if not near and "." not in error.name:
+                near = _similar(error.name, known, "the policy ")
             raise UsageError(
-                f"There is no module {error.name}: name a policy's class as FILE.py:Class, or as module:Class where "
-                "Python finds the module."
+                f"There is no module {error.name}{near}: name a policy's class as FILE.py:Class, or as module:Class "
+                "where Python finds the module."
             ) from None
         raise MinithinkError(f"The policy's module {where} cannot be imported: {_said(error)}.") from error
     except (Exception, SystemExit) as error:
         raise MinithinkError(f"The policy's module {where} cannot be imported: {_said(error)}.") from error
+
+
+def _beside(module: str) -> list[str]:
+    """The modules in the package of a module that does not exist, or in the folder where the program was started."""
+    package = module.rpartition(".")[0]
+    places = getattr(sys.modules.get(package), "__path__", []) if package else [str(Path.cwd())]
+    return [found.name for found in pkgutil.iter_modules(places)]
+
+
+def _similar(name: str, others: Iterable[str], what: str = "") -> str:
+    """A suggestion such as " (did you mean mine.py?)", or "". what: stands in front of the name."""
+    near = get_close_matches(name, others, 1)
+    return f" (did you mean {what}{escaped(near[0])}?)" if near else ""
 
 
 def _also_from(folder: Path) -> None:

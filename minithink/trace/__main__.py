@@ -79,7 +79,8 @@ class View:
             raise unwritable("The page of a trace", output, error, "--output") from None
         print(f"written to {escaped(output)}{notes(shown)}")
         if args.open and not webbrowser.open(output.resolve().as_uri()):
-            raise MinithinkError(f"No browser was found: open {output} in one yourself, or use --terminal.")
+            said = f"no browser was found: open {output.resolve()} in one yourself, or use --terminal"
+            print(f"minithink.trace: {escaped(said)}", file=sys.stderr)
         return 0
 
 

@@ -79,7 +79,7 @@ def test_a_fallback_is_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
             "2",
         ]
         assert cli.main(["Alpha", *words]) == 0
-        assert capsys.readouterr().err.count("so thoughts.json has quantiles for thresholds") == times
+        assert capsys.readouterr().err.count("so the thresholds in thoughts.json only give each type") == times
         engine = load(copy, device="cpu")
         engine._policy(POLICY + ",layers=1,thresholds=0.1/0.2", 60, None)
         assert not engine.cautions, "what is said needs no file"

@@ -327,7 +327,7 @@ def test_without_tri_modal_layers_thresholds_are_quantiles_and_the_file_says_so(
 
 def test_the_fallback_is_announced(model: Path, problems: Path, tmp_path: Path, capsys: Capture) -> None:
     values = calibrate(model, problems, output=tmp_path, num_prompts=2, compare=0)
-    assert ("WARNING: no layer has 3 modes for most prompts" in capsys.readouterr().err) == values["fallback"]
+    assert ("no layer has 3 modes for most prompts" in capsys.readouterr().err) == values["fallback"]
     assert values["fallback"]
     assert values["measurements"]["eviction"] is None, "nothing was compared"
 

@@ -251,6 +251,11 @@ def test_installed_packages_offer_policies(tmp_path: Path, monkeypatch: pytest.M
         ("raises.py:Mine", "file raises.py raised an error (line 3): ZeroDivisionError: division by zero."),
         ("exits.py:Mine", "file exits.py raised an error (line 1): SystemExit: bye."),
         ("nowhere:Mine", "There is no module nowhere: name a policy's class as FILE.py:Class, or as module:Class"),
+        ("importss:Mine", "There is no module importss (did you mean imports?): name a policy's class"),
+        ("rvk:Budget", "There is no module rvk (did you mean the policy rkv?): name a policy's class"),
+        ("package.mien:Mine", "There is no module package.mien (did you mean mine?): name a policy's class"),
+        ("mien.py:Mine", "file mien.py cannot be read: No such file or directory (did you mean mine.py?)."),
+        ("none/mine.py:Mine", "The policy's file none/mine.py cannot be read: No such file or directory."),
         ("imports:Mine", "module imports cannot be imported: ModuleNotFoundError: No module named 'nothing'."),
         ("minithink.policies.rkv:Rkv", "minithink.policies.rkv is a part of minithink, whose policies have names"),
         ("ideas/mine:Mine", "'ideas/mine' is no module: name a policy's class as FILE.py:Class or module:Class."),
@@ -265,6 +270,8 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, message: s
     (mine.parent / "raises.py").write_text("x = 3\n\nx / 0")
     (mine.parent / "exits.py").write_text("raise SystemExit('bye')")
     (mine.parent / "imports.py").write_text("import nothing")
+    (mine.parent / "package").mkdir()
+    (mine.parent / "package" / "mine.py").write_text(MINE)
     for folder in ("a,b", "a+b", "a:b", "a=b"):
         (mine.parent / folder).mkdir()
         (mine.parent / folder / "mine.py").write_text(MINE)

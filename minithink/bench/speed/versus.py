@@ -19,7 +19,7 @@ import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from minithink.bench.speed import versus_side
 from minithink.bench.speed.clock import Deadline, in_turns
 from minithink.cli.commands import positive
 from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.policies import own
 from minithink.results import record
 from minithink.results.origin import ROOT
 
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     other = args.other.resolve()
     if not (other / "minithink" / "__init__.py").is_file():
         raise UsageError(f"{quoted(str(args.other))} is no checkout of minithink: it has no minithink/__init__.py.")
+    _refuse_own(args.policies)
     name = "versus-gpu" if args.device == "cuda" else "versus-cpu"
     result = record.new("versus", argv, args.device)
     result["settings"] = {
@@ -109,6 +111,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     }
     path = record.output(args, name)
     return record.collect(path, result, measurements(args, other), line)
+
+
+def _refuse_own(policies: Sequence[str]) -> None:
+    """UsageError: a policy is in a file or module of the user's own."""
+    for policy in policies:
+        if any(own.OWN.match(member.strip()) for member in policy.split("+")):
+            raise UsageError(
+                f"Both checkouts decode under their own policies, and {quoted(policy)} is in a file or module of "
+                "yours: name policies of minithink."
+            )
 
 
 def measurements(args: argparse.Namespace, other: Path) -> Iterator[record.Measurement]:

@@ -70,6 +70,15 @@ def test_the_ratio_is_the_median_of_the_pairs_medians() -> None:
     assert found["step_milliseconds"] == {"here": 500.0, "there": 500.0}
 
 
+@pytest.mark.parametrize("policy", ["mine.py:Mine", "ideas.mine:Mine:budget=3", "kivi+mine.py:Mine"])
+def test_a_policy_of_ones_own_is_refused(
+    policy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(versus, "measurements", lambda *_: pytest.fail("it ran"))
+    assert main(["versus", str(versus.ROOT), "--policies", "rkv:budget=256,buffer=32", policy]) == 2
+    assert f"Both checkouts decode under their own policies, and '{policy}' is" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
