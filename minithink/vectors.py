@@ -66,6 +66,7 @@ from minithink.model import Rotated, rope_frequencies
 from minithink.policies import load_list, read
 from minithink.policies.scored import Scored
 from minithink.results.files import replace
+from minithink.results.user_code import is_users
 
 PROGRAM = "minithink.vectors"
 VERSION = 1  # of the files; another one has other numbers, or another form
@@ -354,7 +355,14 @@ def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         UsageError: the policy does not exist, or needs what vectors do not have.
     """
-    policy = read(text).make(budget=None)
+    written = read(text, SETTINGS)
+    for member in written.members:
+        if member.name not in SETTINGS and not is_users(member.cls):
+            raise UsageError(
+                f"Vectors have no file of {member.name}, which only steers, or foresees texts: name one of "
+                f"{', '.join(SETTINGS)}, or all."
+            )
+    policy = written.make(option="its name alone")
     options = [options_of(member) for member in members(policy)]
     formats = list(policy.storage.formats)
     with explaining():

@@ -146,10 +146,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("policies", "said"),
     [
         ("windows", "window"),
-        ("seal", "calibration"),
+        ("seal", "Vectors have no file of seal, which only steers, or foresees texts: name one of full, window"),
+        ("seal+rkv:budget=14", "Vectors have no file of seal"),
         ("skipkv:budget=14", "calibration"),
         ("thinkv:budget=22,tau=4,retention=2/1,g=4", "calibration"),
-        ("answer_oracle:budget=24", "calibration"),
+        ("thinkv:tau=4", "thinkv needs a budget in tokens: give its name alone, or thinkv:budget="),
+        ("answer_oracle:budget=24", "Vectors have no file of answer_oracle"),
         ("needs_oracle:budget=24", "needs_oracle"),
         ("kivi:group=8", "16, 32"),
         ("window:budget=0", "budget"),
@@ -160,3 +162,13 @@ def test_what_cannot_be_written(policies: str, said: str, tmp_path: Path, capsys
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("policies", ["", "nosuch", "window,nosuch", "window+nosuch", "needs_orcle"])
+def test_an_unknown_policy_is_told_those_that_have_vectors(
+    policies: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert vectors.main([policies, "--output", str(tmp_path / "new")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    listed = line.partition("there are: ")[2].rstrip(".").split(", ")
+    assert listed == list(vectors.SETTINGS)

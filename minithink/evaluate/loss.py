@@ -22,7 +22,18 @@ from minithink.cli.models import add_model_arguments, model_name, model_options,
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
 from minithink.evaluate import loss_plots, loss_summary
-from minithink.evaluate.journal import BYTES, INSTRUMENT, SOURCES, Journal, Key, Record, read, settings_of, starts_of
+from minithink.evaluate.journal import (
+    BYTES,
+    INSTRUMENT,
+    RESUME,
+    SOURCES,
+    Journal,
+    Key,
+    Record,
+    read,
+    settings_of,
+    starts_of,
+)
 from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.meter import Held, Seconds, meter
@@ -157,7 +168,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -> list[LossRow] | None:
+def measure(
+    job: LossJob, folder: Path, *, command: str, resume: bool = False, again: str = RESUME
+) -> list[LossRow] | None:
     """Read what is not in the journal yet → a row for each policy and budget; None: Ctrl-C came, and the user was
     told.
 
@@ -166,6 +179,7 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
         folder: where the results go.
         command: the command line, for the record.
         resume: finish what an earlier start of the same job left in the folder.
+        again: what the user must do after Ctrl-C to go on.
     """
     refuse_ranks()
     cells = cells_of(job)
@@ -215,10 +229,7 @@ def measure(job: LossJob, folder: Path, *, command: str, resume: bool = False) -
         try:
             _run(reading, cells, journal)
         except KeyboardInterrupt:
-            _say(
-                f"interrupted: {len(journal.done):,} of {total:,} texts are in {folder}; give the same command with "
-                "--resume to read the rest"
-            )
+            _say(f"interrupted: {len(journal.done):,} of {total:,} texts are in {folder}; {again} to read the rest")
             return None
     records = read(folder).records
     if all(record.finish_reason == NON_FINITE for record in records):

@@ -28,7 +28,7 @@ from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
-from minithink.evaluate.journal import BYTES, SOURCES, Journal, Key, Record, read, settings_of, text_hash
+from minithink.evaluate.journal import BYTES, RESUME, SOURCES, Journal, Key, Record, read, settings_of, text_hash
 from minithink.evaluate.leaderboard import Leaderboard
 from minithink.evaluate.meter import Held, Seconds, both, meter
 from minithink.evaluate.needed import NeededKept, check_questions
@@ -228,6 +228,7 @@ def evaluate(
     mean: float | None = None,
     engine: Engine | None = None,
     board: Leaderboard | None = None,
+    again: str = RESUME,
 ) -> list[Row] | None:
     """Generate the sequences that are not in the journal yet → a row for each policy and budget; None: Ctrl-C came,
     and the user was told.
@@ -242,6 +243,7 @@ def evaluate(
             None: the full cache is run first if a budget is a share.
         engine: the job's model; None: it is loaded.
         board: refuses a run that has nothing committed beside it; None: nothing is compared.
+        again: what the user must do after Ctrl-C to go on.
     """
     cells = cells_of(job)
     policies = [FULL] if job.policies is None else [spec.text for spec in job.policies]
@@ -314,8 +316,8 @@ def evaluate(
             _run(evaluation, cells, journal, ranks, mean or 0.0)
         except KeyboardInterrupt:
             _say(
-                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {folder}; give the "
-                "same command with --resume to finish the rest"
+                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {folder}; {again} to finish the "
+                "rest"
             )
             return None
         finally:
@@ -387,12 +389,12 @@ def refuse(job: Job, cells: Sequence[Cell], policies: Sequence[str], folder: Pat
 
 
 def evaluate_alone(
-    job: Job, folder: Path, *, command: str, resume: bool = False, mean: float | None = None
+    job: Job, folder: Path, *, command: str, resume: bool = False, mean: float | None = None, again: str = RESUME
 ) -> list[Row] | None:
     """Evaluate in this process alone. Arguments and result: as in `evaluate`."""
     refuse_ranks()
     with Ranks() as ranks:
-        return evaluate(job, folder, ranks, command=command, resume=resume, mean=mean)
+        return evaluate(job, folder, ranks, command=command, resume=resume, mean=mean, again=again)
 
 
 def said_of_limit(job: Job, examples: Sequence[Example]) -> list[str]:

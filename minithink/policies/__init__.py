@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from math import isfinite
 from types import NoneType, UnionType
@@ -250,8 +250,8 @@ def load_installed(text: str) -> str:
     return text
 
 
-def lookup(name: str) -> type[Policy]:
-    """The policy of that name. UsageError: there is none; the message lists the names."""
+def lookup(name: str, known: Iterable[str] | None = None) -> type[Policy]:
+    """The policy of that name. UsageError: there is none; the message lists the names, or those in `known`."""
     if name not in POLICIES:
         if own.OWN.fullmatch(name):
             raise UsageError(
@@ -269,9 +269,10 @@ def lookup(name: str) -> type[Policy]:
                 f"The policy {quoted(name)} is unknown: what a policy is told follows a colon, "
                 f"{names[at - 1]}:{brief(name)}."
             )
-        near = difflib.get_close_matches(name, POLICIES, 1)
+        names = list(POLICIES if known is None else known)
+        near = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"
-        raise UsageError(f"The policy {quoted(name)} is unknown; {hint} are: {', '.join(POLICIES)}.")
+        raise UsageError(f"The policy {quoted(name)} is unknown; {hint} are: {', '.join(names)}.")
     return POLICIES[name]
 
 
@@ -292,13 +293,17 @@ def extended(text: str, options: str) -> str:
     return f"{text}:{options}" if given is None else f"{text},{options}"
 
 
-def read(text: str) -> Written:
+def read(text: str, known: Iterable[str] | None = None) -> Written:
     """What a text says, before a budget is known.
+
+    Args:
+        text: as above.
+        known: the names that the message about an unknown one lists; None: all.
 
     Raises:
         UsageError: an unknown policy, hyperparameter or value; a stack with the same policy twice.
     """
-    found = [_read(member) for member in _MEMBERS.split(text)]
+    found = [_read(member, known) for member in _MEMBERS.split(text)]
     classes = [member.cls for member in found]
     for member in found:
         times = classes.count(member.cls)
@@ -342,10 +347,10 @@ def _head(text: str) -> tuple[str, str | None]:
     return name.strip(), rest if colon else None
 
 
-def _read(text: str) -> _Member:
-    """One policy's text: its name, its class, and its fields as the text gives them."""
+def _read(text: str, known: Iterable[str] | None) -> _Member:
+    """One policy's text: its name, its class, and its fields as the text gives them. known: as of `read`."""
     name, options = _head(text)
-    cls = lookup(name)
+    cls = lookup(name, known)
     values: dict[str, Any] = {}
     for part in [] if options is None else options.split(","):
         key, equals, value = part.partition("=")

@@ -22,6 +22,7 @@ from minithink.evaluate.equal_bytes import between
 from minithink.evaluate.paired import difference
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.summary import FULL, budget_text
+from minithink.results.pooled import need
 
 ALL = "all"  # the families together
 HEADINGS = (
@@ -124,11 +125,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
 
 def sides_of(comparison: str, where: Path, checkpoint: str | None = None) -> Sides:
     """The runs of a comparison that say which of their answers were right: those that its tables show, or those of
-    other weights with the hash `checkpoint`."""
+    other weights with the hash `checkpoint`. MinithinkError: there are none, or a run lacks a number."""
     sweep = SWEEPS[comparison]
     if checkpoint is not None:
         sweep = replace(sweep, checkpoint=checkpoint)
     runs = drawn(comparison, where, wanted_of(sweep))
+    for run in runs:
+        need(run, ("kv_bytes_peak", "generated_mean"), where / pool.FILE)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     sides: Sides = {}
     for run in runs:

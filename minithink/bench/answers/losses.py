@@ -22,6 +22,7 @@ from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.plan import Spec
 from minithink.evaluate.texts import LENGTH, REFERENCE, read_texts
 
+AGAIN = "give the same command"  # after Ctrl-C; a sweep goes on by itself
 FIXED = "texts"  # beside REFERENCE in `Sweep.datasets`: the texts of `python -m minithink.models texts`
 COLUMNS = ("budget_tokens", "texts", "tokens", "loss", "tokens_mean", "tokens_peak", "kv_bytes_mean", "kv_bytes_peak")
 
@@ -75,7 +76,7 @@ def measure(args: argparse.Namespace, key: Mapping[str, Any], folder: Path, comm
         dtype=args.dtype or "auto",
         batch_size=args.batch_size,
     )
-    return loss.measure(job, folder, command=command, resume=folder.is_dir()) is not None
+    return loss.measure(job, folder, command=command, resume=folder.is_dir(), again=AGAIN) is not None
 
 
 def row_of(records: Sequence[Record]) -> dict[str, Any]:

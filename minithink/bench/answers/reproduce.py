@@ -90,6 +90,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 Path(folder),
                 command=origin.command("minithink.bench", argv),
                 mean=length,
+                again="that folder goes now, and nothing was compared; give the same command",
             )
             if rows is None:
                 return INTERRUPTED

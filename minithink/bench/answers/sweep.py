@@ -20,7 +20,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -47,12 +47,27 @@ from minithink.generation import GenerationConfig
 from minithink.kv.stack import members
 from minithink.results import origin, record
 from minithink.results.figures import need_matplotlib
+from minithink.results.pooled import need
 from minithink.tasks import families
 from minithink.text.tokenizer import Tokenizer
 
 SWEEPS: dict[str, Sweep] = collected("SWEEPS")
 OF_ANSWERS = tuple(name for name, one in SWEEPS.items() if not one.losses)
 ON_INTERRUPT = "interrupted: what is finished stays, and the same command runs the rest"  # printed after Ctrl-C
+# What a picture and a table need of a row; tables know older rows without the rest.
+IN_PICTURES = tuple(f.name for f in fields(Row) if f.default is MISSING and f.name != "group")
+IN_TABLES = (
+    "policy",
+    "budget",
+    "samples",
+    "pass_at_1",
+    "pass_at_1_low",
+    "pass_at_1_high",
+    "generated_mean",
+    "cut_off",
+    "kv_bytes_peak",
+    "counts",
+)
 LOOK = ("checkpoint", "limit", "problems", "max_new_tokens")  # parts of a key that a quick look changes
 # Parts of a key that only a model's folder says: runs of weights that are not here fit whatever theirs are.
 OF_FOLDER = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "calibration")
@@ -153,7 +168,7 @@ def draw_all(args: argparse.Namespace, chosen: Mapping[str, Sweep]) -> None:
     runs = dict[str, list[Run]]()
     for name, sweep in chosen.items():
         runs[name] = drawn(name, args.results, wanted_of(sweep, args))
-    draw(runs, args.plot)
+    draw(runs, args.results, args.plot)
     for name, sweep in chosen.items():
         if sweep.beside and len(args.families) > 1:
             found = result_of(name, args.results, wanted_of(sweep, args))
@@ -399,7 +414,16 @@ def evaluate(args: argparse.Namespace, argv: list[str], key: Wanted, limit: int)
     else:
         mean = length_of_full(args, key)
         job = job_of(args, key, limit)
-        done = runner.evaluate_alone(job, folder, command=command, resume=folder.is_dir(), mean=mean) is not None
+        resume = folder.is_dir()
+        rows = runner.evaluate_alone(
+            job,
+            folder,
+            command=command,
+            resume=resume,
+            mean=mean,
+            again=losses.AGAIN,
+        )
+        done = rows is not None
     if not done:
         raise KeyboardInterrupt
 
@@ -534,10 +558,14 @@ def shown(name: str, where: Path, wanted: Sequence[Wanted], runs: Sequence[Run] 
     found = {place: run for place, run in enumerate(picked) if run is not None}
     if found:
         return found
+    command = f"`bench sweep {name}`"
+    weights = wanted[0]["checkpoint"]
+    if weights != checkpoint_hash(TINY):
+        command = f"`bench sweep {name} --model FOLDER` with the folder of the weights {escaped(weights)}"
     if not path.is_file():
-        raise MinithinkError(f"{path} does not exist yet: `bench sweep {name}` writes it.")
+        raise MinithinkError(f"{path} does not exist yet: {command} writes it.")
     raise MinithinkError(
-        f"{path} has no run of the comparison {name} on all of its problems: run `bench sweep {name}`. Tables of a "
+        f"{path} has no run of the comparison {name} on all of its problems: run {command}. Tables of a "
         "quick look are printed by `bench tables --results DIR`."
     )
 
@@ -547,14 +575,16 @@ def drawn(name: str, where: Path, wanted: Sequence[Wanted]) -> list[Run]:
     return list(shown(name, where, wanted).values())
 
 
-def draw(chosen: Mapping[str, Sequence[Run]], folder: Path) -> None:
+def draw(chosen: Mapping[str, Sequence[Run]], where: Path, folder: Path) -> None:
     """Accuracy by bytes, of each family; recall by budget, where that was measured. Several comparisons share one
-    picture, with their names behind those of the policies."""
+    picture, with their names behind those of the policies. where: the folder of the pool. MinithinkError: a run lacks
+    a number."""
     names = "-".join(chosen)
     what = "recall" if all(SWEEPS[name].recall for name in chosen) else "bytes"
     rows = dict[str, list[Row]]()  # by family
     for name, runs in chosen.items():
         for run in runs:
+            need(run, IN_PICTURES, where / pool.FILE)
             row = Row(**run.row, group=None)
             if len(chosen) > 1:
                 row = replace(row, policy=f"{row.policy}, {name}")
@@ -606,7 +636,7 @@ def result_of(
         marked: look which runs are of other code, or of other defaults, than their policies have now.
 
     Raises:
-        MinithinkError: the pool has no such run.
+        MinithinkError: the pool has no such run, or a run lacks a number.
     """
     sweep = SWEEPS[name]
     command = f"python -m minithink.bench sweep {name}"
@@ -616,6 +646,8 @@ def result_of(
     found = shown(name, where, wanted, runs)
     runs = sorted(found.values(), key=lambda run: run.date)
     last = max(found.values(), key=lambda run: run.date)
+    for run in found.values():
+        need(run, IN_TABLES, where / pool.FILE)
     pairs = compared(list(found.values()), sweep.beside)
     full = {run.key["dataset"]: run.row["kv_bytes_peak"] for run in runs if run.key["policy"] == FULL}
     counted = _counted(found.values())

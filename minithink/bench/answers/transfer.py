@@ -37,10 +37,12 @@ from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.results.figures import drawing, need_matplotlib
+from minithink.results.pooled import need
 
 TRANSFERS: dict[str, Transfer] = collected("TRANSFERS")
 ANSWERS = "answers"
 EQUAL = 0.05  # two policies count as equally right if the whole interval of their difference is below this
+OF_LOSSES = ("loss", "losses", "kv_bytes_peak")  # what is read of a row
 SURE = 0.001  # smaller probabilities are not told apart
 Cell = tuple[str, Any]  # policy and budget
 Values = dict[Cell, float]
@@ -137,6 +139,8 @@ class Source:
         name = self.one.losses
         wanted = wanted_of(self.sweep_of(name, model))
         found = shown(name, self.where, wanted, self.runs)
+        for run in found.values():
+            need(run, OF_LOSSES, self.where / pool.FILE)
         full = {run.key["dataset"]: run for run in found.values() if run.key["policy"] == FULL}
         rows = list[Row]()
         for place, run in found.items():
@@ -176,11 +180,13 @@ class Source:
             if answers:
                 found[model, ANSWERS] = {cell: fmean(right) for cell, right in answers.items()}
             try:
-                for run in self.runs_of(self.one.losses, model):
-                    texts, policy, budget = run.cell
-                    found.setdefault((model, texts), {})[policy, budget] = -run.row["loss"]
+                runs = self.runs_of(self.one.losses, model)
             except MinithinkError:
-                pass
+                continue
+            for run in runs:
+                need(run, OF_LOSSES, self.where / pool.FILE)
+                texts, policy, budget = run.cell
+                found.setdefault((model, texts), {})[policy, budget] = -run.row["loss"]
         return found
 
     def ranks(self) -> Result:
@@ -281,7 +287,10 @@ def said_of(what: tuple[str, str]) -> str:
 def chosen(source: Source) -> dict[str, str]:
     """Name → the setting that has the most right answers on the validation problems of the last model."""
     *_, model = source.one.models
-    rows = [run.row for run in source.runs_of(source.one.settings, model)]
+    runs = source.runs_of(source.one.settings, model)
+    for run in runs:
+        need(run, ("policy", "pass_at_1"), source.where / pool.FILE)
+    rows = [run.row for run in runs]
     return best(rows, source.one.tries)
 
 

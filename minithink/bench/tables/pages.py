@@ -34,6 +34,7 @@ from minithink.bench.tables.markdown import FORMAT, cell, markdown, source_of_ro
 from minithink.bench.tables.markdown import source as source_of
 from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.journal import INSTRUMENT
 from minithink.results import origin, record
 
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
@@ -145,6 +146,11 @@ def show(where: Path) -> int:
         path = where / f"{table.file or name}.json"
         if not table.shipped and not OF_SWEEP.fullmatch(name) and path.is_file():
             made[name] = record.read(path)
+    if not made and any(INSTRUMENT in run.key for run in pool.read(where)):
+        raise MinithinkError(
+            f"{where} holds losses of texts alone, and tables of a folder are of answers: `bench sweep NAME "
+            f"--limit 8 --results {where}` adds some."
+        )
     if not made:
         raise MinithinkError(f"{where} holds no results: `bench sweep NAME --limit 8 --results {where}` writes some.")
     for name, result in made.items():

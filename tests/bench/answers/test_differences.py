@@ -78,6 +78,17 @@ def test_answers_are_compared_in_pairs(capsys: pytest.CaptureFixture[str]) -> No
     assert (whole[4], whole[5], whole[6]) == ("40.0%", "400", "25 %")
 
 
+def test_a_run_that_lacks_a_number_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = run("facts", "one", 0.25, "1100")
+    del lacking.row["generated_mean"]
+    monkeypatch.setitem(POOL, "main", [*family("facts", two=("11", "11")), lacking])
+    assert main(["differences", "main", "one", "two"]) == 1
+    said = "the run of one at 0.25 on facts says nothing of generated_mean: restore the file"
+    assert said in capsys.readouterr().err
+
+
 def test_runs_of_other_weights(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[str]()
 

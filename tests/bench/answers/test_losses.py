@@ -21,6 +21,7 @@ from minithink.evaluate import fixed_texts, loss_plots, texts
 from minithink.evaluate.__main__ import main as evaluate
 from minithink.evaluate.journal import read
 from minithink.evaluate.texts import REFERENCE, read_texts
+from minithink.text.tags import Tags
 from tests.evaluate.test_runner import interrupt
 
 torch.set_num_threads(1)
@@ -34,8 +35,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison with few policies, and the beginnings of reference traces."""
     whole = texts._references
 
-    def beginnings(count: int, seed: int) -> list[texts.Text]:
-        return [replace(text, content=text.content[:60]) for text in whole(count, seed)]
+    def beginnings(count: int, seed: int, tags: Tags) -> list[texts.Text]:
+        return [replace(text, content=text.content[:60]) for text in whole(count, seed, tags)]
 
     monkeypatch.setattr(texts, "_references", beginnings)
     one = replace(sweep.SWEEPS[NAME], policies=("window", "quant:fmt=int8"), budgets=(0.5,))
@@ -57,6 +58,9 @@ def test_a_run_holds_what_evaluate_says_of_each_text(
     with monkeypatch.context() as patch:
         interrupt(patch, 1)
         assert main(words_of(tmp_path)) == 130
+    said = capsys.readouterr().err
+    assert "give the same command to read the rest" in said
+    assert "--resume" not in said, "a sweep has no such option"
     assert not pool.read(tmp_path)
     assert main(words_of(tmp_path)) == 0
     said = capsys.readouterr().err
@@ -77,6 +81,10 @@ def test_a_run_holds_what_evaluate_says_of_each_text(
         assert (run.row["texts"], run.tokens[1], run.answers, run.right) == (2, 2, [], "")
     monkeypatch.setattr(losses, "measure", lambda *_: pytest.fail("it was read again"))
     assert main(words_of(tmp_path)) == 0
+    capsys.readouterr()
+    assert main(["tables", "--results", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path} holds losses of texts alone, and tables of a folder are of answers: `bench sweep NAME" in said
 
 
 def test_keys_name_the_texts() -> None:

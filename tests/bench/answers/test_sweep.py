@@ -338,6 +338,7 @@ def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
         "pass_at_1_high": 0.6,
         "generated_mean": 100.0,
         "samples": 200,
+        "cut_off": 0.0,
         "kv_bytes_peak": 1000.0,
         "needed_kept": 0.75,
         "recall": None,
@@ -410,6 +411,14 @@ def test_the_table_of_a_quick_look(tmp_path: Path, small: None, capsys: pytest.C
     with pytest.raises(MinithinkError, match=r"no run of the comparison snapkv on all .* --results DIR"):
         sweep.result_of("snapkv", tmp_path)
     assert main(["tables", "--results", str(tmp_path), "--check"]) == 2
+    for run in (runs := pool.read(tmp_path)):
+        del run.row["kv_bytes_peak"]
+    pool.add(tmp_path, runs)
+    capsys.readouterr()
+    assert main(["tables", "--results", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "pool.jsonl.gz: the run of full on " in said
+    assert "says nothing of kv_bytes_peak: restore the file, or run it again" in said
 
 
 def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -502,8 +511,11 @@ def test_another_model_runs_what_it_is_calibrated_for(
         runs.append(pool.Run(key | where, pool.source_of(key["policy"], "reference"), {}, [], [1, 1], **made))
     elsewhere = replace(one, checkpoint="of another")
     assert list(sweep.shown("snapkv", tmp_path, sweep.wanted_of(elsewhere), runs).values()) == runs
-    with pytest.raises(MinithinkError):
-        sweep.shown("snapkv", tmp_path, sweep.wanted_of(one), runs)
+    with pytest.raises(MinithinkError, match="does not exist yet: `bench sweep snapkv` writes it"):
+        sweep.shown("snapkv", tmp_path / "none", sweep.wanted_of(one), runs)
+    said = "`bench sweep snapkv --model FOLDER` with the folder of the weights of a third writes it"
+    with pytest.raises(MinithinkError, match=said):
+        sweep.shown("snapkv", tmp_path, sweep.wanted_of(replace(one, checkpoint="of a third")), runs)
 
 
 def test_what_the_pool_has_may_be_discarded(tmp_path: Path, small: None) -> None:

@@ -77,6 +77,7 @@ def runs_of(model: str) -> list[pool.Run]:
                 right = right[::-1] if policy in ("h2o", "window") else right
                 row |= {"pass_at_1": count / PROBLEMS, "generated_mean": 100.0, "samples": PROBLEMS, "counts": None}
                 row |= {"cut_off": 1 - count / PROBLEMS, "looped": 0.0, "recall": None, "needed_kept": None}
+                row |= {"pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
             else:
                 losses = [2 + LOSS[policy] * (1 + text / 10) for text in range(3)]
                 row |= {"losses": losses, "loss": fmean(losses)}
@@ -298,7 +299,20 @@ def test_a_point_a_policy(where: Path, tmp_path: Path, capsys: pytest.CaptureFix
 # Settings ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_run_that_lacks_a_number_is_named(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of losses, whose model would else be left out without a word."""
+    runs = pool.read(where)
+    for run in runs:
+        run.row.pop("loss", None)
+    pool.add(where, runs)
+    assert main(["transfer", "--results", str(where)]) == 1
+    assert "says nothing of loss: restore the file, or run it again" in capsys.readouterr().err
+
+
 def test_settings_are_chosen_on_validation_problems(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transfer", "--results", str(where), "--settings"]) == 1
+    said = f"run `bench sweep transfer-settings --model FOLDER` with the folder of the weights {MODELS['backbone']}"
+    assert said in capsys.readouterr().err
     one = replace(sweep.SWEEPS["transfer-settings"], checkpoint=MODELS["backbone"])
     machine = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     runs = []
