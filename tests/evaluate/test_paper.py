@@ -297,7 +297,7 @@ def test_all_is_said_before_anything_is_generated(
     said = before[0]
     assert "minithink.evaluate: p: R-KV is rkv:buffer=0 at 256" in said
     assert "tokens are drawn with temperature 0.9, top-p 1, top-k 0" in said
-    assert "differs: The paper does not say temperature, top-p, top-k: here the model's own" in said
+    assert "differs: The paper gives no temperature, top-p, top-k: here the model's own" in said
     assert f"{problems} is none of the table's datasets: it has the settings of GSM8K" in said
     assert f"this is {model}" in said
 

@@ -91,9 +91,7 @@ def _of_draws(table: Table, job: Job, args: argparse.Namespace) -> list[str]:
         if of_paper is not None and asked is not None and asked != of_paper:
             found.append(f"The paper's {name} is {of_paper:g}; here it is {asked:g}.")
     if silent:
-        found.append(
-            f"The paper does not say {', '.join(silent)}: here the model's own generation_config.json decides."
-        )
+        found.append(f"The paper gives no {', '.join(silent)}: here the model's own generation_config.json decides.")
     if table.samples is not None and job.num_samples != table.samples:
         found.append(f"The paper has {table.samples} samples of each problem, and this run {job.num_samples}.")
     return found

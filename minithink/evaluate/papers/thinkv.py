@@ -146,8 +146,8 @@ TABLES = {
         differs=(
             *COMMON,
             AIME,
-            "PM-KVQ has memory for 2 bits at 32,768 tokens, as §6.2 says where it ends; table 1 gives averages, 3.2 "
-            "and 3.5 bits.",
+            "PM-KVQ ends in 2 bits (§6.2): here it has memory for 2 bits at 32,768 tokens. Table 1 gives averages, "
+            "3.2 and 3.5 bits.",
         ),
     ),
     "thinkv-table3": Table(
