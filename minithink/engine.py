@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -114,6 +115,7 @@ def load(
         calibration=beside(own) if calibration is None else Path(calibration),
         spoken="" if embedded else str(path_or_id),
         adapter=merged,
+        options=_options_of(template, think_tags),
     )
     try:
         read = load_decoder if merged is None else merged.load
@@ -124,6 +126,16 @@ def load(
             raise
         fix = "--dtype bfloat16 or a smaller model" if number_type is torch.float32 else "a smaller model"
         raise MinithinkError(f"Out of memory while {folder} was loaded to {where}: use {fix}.") from error
+
+
+def _options_of(template: Mapping[str, Any] | None, think_tags: Sequence[str] | None) -> tuple[str, ...]:
+    """What a command line says instead of these arguments of `load`."""
+    words = list[str]()
+    for name, value in (template or {}).items():
+        words += ["--template", f"{name}={json.dumps(value, ensure_ascii=False, default=str)}"]
+    if think_tags is not None:
+        words += ["--think-tags", ",".join(think_tags)]
+    return tuple(words)
 
 
 def _with(first: Path, name: str, second: Path) -> Path:

@@ -30,6 +30,7 @@ class Home:
     calibration: Path  # of the files of `minithink.calibrate`
     spoken: str = ""  # the model's name on the command line; "": it is the embedded one
     adapter: Adapter | None = None  # what was merged into the weights
+    options: tuple[str, ...] = ()  # more words of a command line that speaks to the model in the same way
 
     @property
     def checkpoint(self) -> str:
@@ -101,6 +102,7 @@ class Loaded:
             model=self.home.folder,
             spoken=self.home.spoken,
             adapter=self.home.adapter,
+            options=self.home.options,
         )
         caution = calibration.caution(name, values)
         if caution:

@@ -49,7 +49,14 @@ QUERIES = ("center", "norm", "omega")  # tensors of CENTERS, see `calibrate/cent
 WEIGHTS = ("first", "second", "last")  # names of a predictor's tensors
 
 
-def read(folder: Path, name: str, model: Path, spoken: str = "", adapter: Adapter | None = None) -> dict[str, Any]:
+def read(
+    folder: Path,
+    name: str,
+    model: Path,
+    spoken: str = "",
+    adapter: Adapter | None = None,
+    options: Sequence[str] = (),
+) -> dict[str, Any]:
     """What a calibration file holds: its JSON, and its tensors by name.
 
     Args:
@@ -58,6 +65,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "", adapter: Adapte
         model: folder of the weights that it must be about.
         spoken: how the user names the model, for the command that makes the file; "": the embedded one.
         adapter: what is merged into the weights; None: nothing.
+        options: more words of that command, which say how the model is spoken to.
 
     Raises:
         MinithinkError: there is no such file, it is about other weights, or it cannot be read as one.
@@ -72,6 +80,7 @@ def read(folder: Path, name: str, model: Path, spoken: str = "", adapter: Adapte
         output=folder if folder != own else None,
         there=path.exists(),
         adapter=None if adapter is None else adapter.folder,
+        options=options,
     )
     try:
         values = _content(path)
@@ -190,6 +199,7 @@ def command(
     output: Path | None = None,
     there: bool = False,
     adapter: Path | None = None,
+    options: Sequence[str] = (),
 ) -> str:
     """The command that makes a file, which may be there, as part of a sentence."""
     if name not in COMMANDS:
@@ -199,6 +209,7 @@ def command(
         words += ["--model", spoken, *_problems(name)]
     if adapter is not None:
         words += ["--adapter", str(adapter)]
+    words += options
     if output is not None:
         words += ["--output", str(output)]
     if there:

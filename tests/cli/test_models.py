@@ -6,12 +6,15 @@ To run it alone: pytest tests/cli/test_models.py
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from minithink.calibrate.__main__ import main as calibrate
+from minithink.calibrate.problems import add_dataset_arguments
 from minithink.cli.commands import Parser
 from minithink.cli.models import add_model_arguments, model_options, model_settings
 from minithink.engine import Engine, load
@@ -227,6 +230,26 @@ def test_evaluate_says_which_texts_never_opened_their_thinking(model: Path, tmp_
     err = capsys.readouterr().err
     assert "2 of 2 texts never opened <think>, so crystal_kv_lite at 12 tokens counts all of each as thinking" in err
     assert "window at 12 tokens counts" not in err
+
+
+def test_the_command_for_a_missing_calibration_speaks_to_the_model_in_the_same_way(
+    of_other_tags: Path, capsys: Capture
+) -> None:
+    words = ["--model", str(of_other_tags), "--policy", "thinkv", "--budget", "99", "--device", "cpu", *BRACKETS]
+    words += ["--template", "effort=high", "--template", "enable_thinking=False", "Who?"]
+    assert generate(words) == 1
+    found = re.search("`python -m minithink.calibrate thoughts (.*)` makes it", capsys.readouterr().err)
+    assert found is not None
+    parser = Parser()
+    add_dataset_arguments(parser, "", "")
+    add_model_arguments(parser)
+    args = parser.parse_args(shlex.split(found[1]))
+    assert (args.model, args.dataset, args.split) == (str(of_other_tags), "GSM8K", "train")
+    assert model_options(args) == {
+        "adapter": None,
+        "template": {"effort": "high", "enable_thinking": False},
+        "think_tags": ("[THINK]", "[/THINK]"),
+    }
 
 
 def test_the_loss_of_answers_is_taken_behind_other_tags(of_other_tags: Path, tmp_path: Path) -> None:
