@@ -337,7 +337,7 @@ def test_the_token_that_stops_a_text_is_no_part_of_its_answer(
     ]
     stream = SimpleNamespace(sequences=tracks, advances=lambda: [tracks])
     monkeypatch.setattr(engine, "stream", lambda *_, **__: stream)
-    monkeypatch.setattr(grading, "split_thinking", lambda text, thinks: ("", text))
+    monkeypatch.setattr(grading, "split_thinking", lambda text, *_: ("", text))
 
     def grade(answer: str, *_: object) -> SimpleNamespace:
         graded.append(answer)
