@@ -112,6 +112,7 @@ def test_policies_are_listed(capsys: Capture) -> None:
         "protect_prompt=false",
     ]
     assert "    scope=head (layer, sequence)               lanes that share a lot" in options["random"]
+    assert options["window"][0].startswith("    budget=none (a whole number, bytes: 2MiB)  tokens")
     assert options["full"] == []
     for name, lines in options.items():
         for line in lines:

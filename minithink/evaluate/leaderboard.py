@@ -34,6 +34,8 @@ SAME = (
     "max_new_tokens",
     "padded_budget",
     "group",
+    "template",
+    "think_tags",
 )
 NEEDED = ("pass_at_1", "pass_at_1_low", "pass_at_1_high", "generated_mean", "cut_off", "kv_bytes_peak")  # of a row
 SURE = 1e-4  # smaller probabilities are shown as this

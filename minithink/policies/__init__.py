@@ -523,6 +523,8 @@ def describe(cls: type[Policy]) -> dict[str, str]:
     for name, f in _fields(cls).items():
         meaning = said_of.get(name, "")
         others = _others(hints[name], f.default)
+        if name == "budget" and others:
+            others.append("bytes: 2MiB")
         said = f" ({', '.join(others)})" if others else ""
         if f.default is MISSING:
             out[f"{name}{said}"] = meaning

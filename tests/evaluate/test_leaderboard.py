@@ -164,6 +164,8 @@ def test_code_that_has_changed_since_is_marked(tmp_path: Path) -> None:
         ({"seed": 7, "top_p": 0.9}, "(theirs and this one's: "),
         ({"max_new_tokens": 8}, "max_new_tokens 9 and 8"),
         ({"padded_budget": 8, "group": True}, "padded_budget null and 8, group null and true"),
+        ({"template": {"a": "b"}}, 'template null and {"a": "b"}'),
+        ({"think_tags": ["<a>", "</a>"]}, 'think_tags null and ["<a>", "</a>"]'),
     ],
 )
 def test_another_setting_is_refused_and_what_differs_is_named(
