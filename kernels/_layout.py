@@ -374,6 +374,15 @@ def words(store: Store, f: int, k: Half, v: Half) -> tuple[Tensor, ...]:
     return k_codes, v_codes, k_params, v_params, rows
 
 
+def key_words(store: Store, f: int, k: Half) -> tuple[Tensor, Tensor, Tensor]:
+    """What `words` returns of the keys alone: codes, parameters, and the rows of key scales."""
+    fmt = store.pages.layouts[f].k
+    rows = store.pages.group_params
+    if k.by_token:
+        return _codes(store.pages, fmt, k), store.pages.side, rows.view(_formats.params_dtype(fmt))
+    return _codes(store.pages, fmt, k), _params(store.pages, fmt, k), rows
+
+
 def _codes(pages: Pages, fmt: Format, h: Half) -> Tensor:
     """The pool as words of a half's codes."""
     if h.kind == "plain":

@@ -209,7 +209,7 @@ def planes(
     elif H.fast:
         out = _fast_floats(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
     else:
-        out = _one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE)
+        out = one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE)
     return out
 
 
@@ -276,7 +276,7 @@ def _fast_floats(
 
 
 @triton.jit
-def _one_by_one(
+def one_by_one(
     raw,
     p_params,
     p_rows,

@@ -120,7 +120,7 @@ REFERENCE = Backend("reference", capturable=False)
 NAMES = ("auto", "reference", "triton")
 # Functions without a kernel: torch's attention over prompts is at the hardware's limit already, and no fast path uses
 # attention over dense keys and values.
-TORCH = ("attention", "decode_attention", "tri_score")
+TORCH = ("attention", "decode_attention")
 
 
 @cache

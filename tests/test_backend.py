@@ -16,7 +16,7 @@ from minithink.kernels import _common
 
 ROOT = Path(__file__).parents[1]
 FUNCTIONS = [f.name for f in fields(Backend) if f.name not in ("name", "capturable")]
-NO_KERNEL = {"attention", "decode_attention", "tri_score"}  # torch's own, see `triton_backend`
+NO_KERNEL = {"attention", "decode_attention"}  # torch's own, see `triton_backend`
 
 
 def refusal(name: str, device: str) -> str:
