@@ -2,10 +2,12 @@
 
 A format reaches a kernel as compile-time constants, which `constexprs` makes of a Format:
 
-    KIND    "plain", "fp8", "nvfp4", "ternary", "int4s", "int2s", or "int" for the asymmetric integers
-    BITS    of one code: 2, 4, 8, 16, 32
-    GROUP   elements that share parameters; 0: none do
-    PARAMS  "fp16" or "fp32": of "int", what scales and minima are; of "plain" also "bf16", what the numbers are
+    KIND    "plain", "fp8", "nvfp4", "ternary", "int4s", "int2s", "int" for the asymmetric integers, or one of
+            TurboQuant's (`_rotation.py`)
+    BITS    of one code: 1, 2, 3, 4, 8, 16, 32
+    GROUP   elements that share parameters; 0: a whole row does (TurboQuant), or there are none
+    PARAMS  "fp16" or "fp32": of "int" and TurboQuant, what scales and minima are; of "plain" also "bf16", what the
+            numbers are
 
 No device function here loads or stores. Codes are int32 tensors, numbers are float32. If the kernel is compiled with
 `enable_fp_fusion=False`, the results are the twin's bit for bit; otherwise code·scale + minimum is rounded once, not
@@ -25,10 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED
+from minithink.kernels._rotation import decode_level, encode_rotated, is_rotated
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # What a code of so many bits is loaded as; those below 8 bits share bytes.
-CODES = {2: torch.uint8, 4: torch.uint8, 8: torch.uint8, 16: torch.int16}
+CODES = dict.fromkeys((1, 2, 3, 4, 8), torch.uint8) | {16: torch.int16}
 
 LARGEST = {"fp32": torch.finfo(torch.float32).max, "fp16": 65504.0, "bf16": torch.finfo(torch.bfloat16).max}
 _LARGEST_FP32 = tl.constexpr(LARGEST["fp32"])
@@ -43,7 +46,8 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Format(Protocol):
-    """What kernels need of a `minithink.quant.Format`. Asymmetric integers also have `params`, "fp16" or "fp32"."""
+    """What kernels need of a `minithink.quant.Format`. Asymmetric integers and TurboQuant also have `params`, "fp16"
+    or "fp32", and TurboQuant has `scale`, the rule of its scale."""
 
     @property
     def name(self) -> str: ...
@@ -62,12 +66,13 @@ class Format(Protocol):
 def constexprs(fmt: Format, prefix: str = "") -> dict[str, Any]:
     """A format as compile-time constants: KIND, BITS, GROUP and PARAMS, each name after the prefix (say "K_")."""
     kind = fmt.name
-    if hasattr(fmt, "scale"):
-        raise ValueError(f"{fmt} has no kernels yet: choose --backend reference")
     params = getattr(fmt, "params", "")
+    rule = getattr(fmt, "scale", "")
     if kind in DTYPES:
         params = kind
         kind = "plain"
+    elif rule:
+        kind = f"tq-{rule}"
     elif params:
         kind = "int"
     values = {"KIND": kind, "BITS": fmt.bits, "GROUP": fmt.group, "PARAMS": params}
@@ -167,6 +172,12 @@ def e4m3_encode(x):
     return code | ((bits >> 24) & 0x80)
 
 
+@triton.constexpr_function
+def sharing(bits):
+    """Codes that are packed together: into a byte, or with 3 bits into three bytes."""
+    return 8 if bits == 3 else max(1, 8 // bits)
+
+
 # -- points
 
 
@@ -187,6 +198,8 @@ def decode_code(code, KIND: tl.constexpr, BITS: tl.constexpr, PARAMS: tl.constex
     elif KIND == "ternary":
         # 0x3F800000 is 1
         point = (((code & 1) * 0x3F800000) | ((code & 2) << 30)).to(tl.float32, bitcast=True)
+    elif is_rotated(KIND):
+        point = decode_level(code, BITS)
     elif KIND == "int":
         point = (code | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # 2^23 + code
     else:
@@ -256,13 +269,16 @@ def encode_group(
 
     Returns:
         code: int32 [R, C]; of "int" anything where not valid.
-        scale: [R, 1] or [1, C]; int32 E4M3 codes, of "int" float16 or float32 as stored. "fp8": 0.
+        scale: [R, 1] or [1, C]; int32 E4M3 codes, of "int" and TurboQuant float16 or float32 as stored. "fp8": 0.
         minimum: like `scale`, of "int"; else 0.
     """
     minimum = 0
-    if KIND == "fp8":
+    if is_rotated(KIND):
+        code, wanted = encode_rotated(x, KIND, BITS)
+        scale = round_to(saturate(wanted, PARAMS), PARAMS)
+    elif KIND == "fp8":
         scale = 0
-        y = tl.div_rn(x, tensor_scale)
+        code = encode_code(tl.div_rn(x, tensor_scale), KIND, BITS)
     elif KIND == "int":
         WIDEST: tl.constexpr = _WIDEST_FP16 if PARAMS == "fp16" else _WIDEST_FP32
         x = tl.minimum(tl.maximum(x, -WIDEST), WIDEST)
@@ -276,7 +292,7 @@ def encode_group(
         span = highest - base
         scale = round_to(saturate(tl.div_rn(tl.where(span > 0, span, 0.0), (1 << BITS) - 1.0), PARAMS), PARAMS)
         step = scale.to(tl.float32)
-        y = tl.div_rn(x - base, tl.where(step > 0, step, _INFINITY))
+        code = encode_code(tl.div_rn(x - base, tl.where(step > 0, step, _INFINITY)), KIND, BITS)
     else:
         REACH: tl.constexpr = (
             6.0 if KIND == "nvfp4" else (7.0 if KIND == "int4s" else (2.0 if KIND == "int2s" else 1.0))
@@ -287,8 +303,8 @@ def encode_group(
             wanted = tl.div_rn(wanted, tensor_scale)
         scale = e4m3_encode(wanted)
         step = group_step(scale, tensor_scale, KIND)
-        y = tl.div_rn(x, tl.where(step > 0, step, _INFINITY))
-    return encode_code(y, KIND, BITS), scale, minimum
+        code = encode_code(tl.div_rn(x, tl.where(step > 0, step, _INFINITY)), KIND, BITS)
+    return code, scale, minimum
 
 
 # -- float types
@@ -332,9 +348,32 @@ def round_to(x, TYPE: tl.constexpr):
 
 
 @triton.jit
+def store_bytes(p, bits, m, SIZE: tl.constexpr):
+    """The low bytes of integers, lowest first."""
+    for i in tl.static_range(SIZE):
+        tl.store(p + i, (bits >> (8 * i)) & 255, m)
+
+
+@triton.jit
+def load_bytes(p, m, SIZE: tl.constexpr):
+    """Integers of SIZE bytes, at most three, lowest first, from pointers to uint8 → int32; 0 outside of m."""
+    number = tl.load(p, m, 0).to(tl.int32)
+    for i in tl.static_range(1, SIZE):
+        number = number | (tl.load(p + i, m, 0).to(tl.int32) << (8 * i))
+    return number
+
+
+@triton.jit
 def pack(code, BITS: tl.constexpr):
-    """int32 codes [R, C] below 2^BITS → int32 bytes [R, C·BITS/8], low bits first; 8 and 16 bits stay [R, C]."""
-    if BITS == 4:
+    """int32 codes [R, C] below 2^BITS → int32 bytes [R, C·BITS/8], low bits first; 8 and 16 bits stay [R, C]. With 3
+    bits, numbers of three bytes [R, C/8]."""
+    if BITS == 1 or BITS == 3:
+        # the last axis is the low bit of a code's place
+        even, odd = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 8, 2, 2, 2)))
+        low, high = tl.split(even | (odd << BITS))
+        low, high = tl.split(low | (high << (2 * BITS)))
+        code = low | (high << (4 * BITS))
+    elif BITS == 4:
         low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1] // 2, 2)))
         code = low | (high << 4)
     elif BITS == 2:
@@ -347,8 +386,16 @@ def pack(code, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(packed, BITS: tl.constexpr):
-    """The inverse: int32 [R, B] → [R, B·8/BITS]; 8 and 16 bits: their low bits, [R, B]."""
-    if BITS == 4:
+    """The inverse: int32 [R, B] → [R, B·8/BITS]; 8 and 16 bits: their low bits, [R, B]; 3 bits: [R, 8·B]."""
+    if BITS == 1 or BITS == 3:
+        MASK: tl.constexpr = (1 << BITS) - 1
+        even = tl.interleave(packed & MASK, (packed >> (4 * BITS)) & MASK)  # codes 0 and 4
+        odd = tl.interleave((packed >> (2 * BITS)) & MASK, (packed >> (6 * BITS)) & MASK)
+        first = tl.interleave(even, odd)  # codes 0, 2, 4 and 6
+        even = tl.interleave((packed >> BITS) & MASK, (packed >> (5 * BITS)) & MASK)
+        odd = tl.interleave((packed >> (3 * BITS)) & MASK, (packed >> (7 * BITS)) & MASK)
+        code = tl.interleave(first, tl.interleave(even, odd))
+    elif BITS == 4:
         code = tl.interleave(packed & 15, (packed >> 4) & 15)
     elif BITS == 2:
         even = tl.interleave(packed & 3, (packed >> 4) & 3)

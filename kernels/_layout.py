@@ -291,15 +291,16 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
     by_token = fmt.by == "token"
     names = _formats.constexprs(fmt)
     fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
-    size = max(1, _formats.params_dtype(fmt).itemsize) if fmt.group else 1
+    size = _formats.params_dtype(fmt).itemsize if fmt.param_bytes else 1
     if fast and names["KIND"] == "int":
         fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
         size = 4 if fast else size  # scale and minimum at once
     if names["KIND"] == "plain" or fmt.bits >= 8:
         planes = 1
     else:
-        planes = 4 if fast else 8 // fmt.bits
-    word = planes * fmt.bits // 8  # bytes
+        planes = _planes(fmt.bits, fast)
+    # What offsets count: words; with 3 bits, whose words of three bytes lie anywhere, bytes.
+    word = 1 if fmt.bits == 3 else planes * fmt.bits // 8
     count = dim // planes
     page = pages.pool.shape[-1]
     slot = page // lay.slots
@@ -327,6 +328,13 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
         row=lanes * row // of if by_token else 0,
         row_lane=row // of,
     )
+
+
+def _planes(bits: int, fast: bool) -> int:
+    """Channels of a word, of formats below 8 bits."""
+    if fast:
+        return 4
+    return 8 if bits == 3 else 8 // bits
 
 
 def ring_half(c: Cache) -> Half:
@@ -392,7 +400,7 @@ def _codes(pages: Pages, fmt: Format, h: Half) -> Tensor:
 
 def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
     """The parameters beside the codes, as a half counts them; int32 has an integer's scale and minimum at once."""
-    if not fmt.group:
+    if not fmt.param_bytes:
         return pages.side
     if h.fast and h.kind == "int":
         return pages.side.view(torch.int32)
@@ -400,16 +408,18 @@ def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
 
 
 def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
-    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" comes with fast=False."""
-    planes = 1 if bits >= 8 else 4 if fast else 8 // bits
+    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant come with
+    fast=False."""
+    planes = 1 if bits >= 8 else _planes(bits, fast)
     count = dim // planes
-    side = dim // 16
-    slot = count * 2
+    rotated = kind.startswith("tq")
+    side = 1 if rotated else dim // 16
+    slot = count * (6 if bits == 3 else 2)
     row = dim // (4 if fast else 1)
     return Half(
         kind=kind,
         bits=bits,
-        group=0 if kind in ("plain", "fp8") else 16,
+        group=0 if rotated or kind in ("plain", "fp8") else 16,
         by_token=by_token,
         fast=fast,
         planes=planes,

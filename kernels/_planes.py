@@ -4,7 +4,8 @@ A word holds PLANES neighbouring channels, and plane i is channel i of every wor
 channels of the other factor, so no number is interleaved or moved between threads.
 
     load_codes  loads the words of some tokens
-    planes      decodes them, with their scales
+    planes      decodes them, with their scales; TurboQuant's become levels in the rotated basis
+    of_tokens   loads TurboQuant's scales, one for each token
     times_rows  keys by token: multiplies decoded points with scales that the tokens of a group share
 
 The plain path decodes code by code with the functions of `_formats.py` and rounds to the model's type, as the twin
@@ -20,7 +21,8 @@ import triton.language as tl
 
 from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED
-from minithink.kernels._formats import decode_code, e4m3_decode, saturate
+from minithink.kernels._formats import decode_code, e4m3_decode, load_bytes, saturate
+from minithink.kernels._rotation import decode_level, is_rotated
 
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
 FAST_FACTOR = tl.constexpr(2.0**8)
@@ -151,7 +153,17 @@ def load_codes(p_codes, o_codes, m_token, H: tl.constexpr):
     m_word = m_token[:, None]
     if H.words != H.block:
         m_word = m_word & (word < H.words)
-    return tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
+    if H.bits == 3:
+        words = load_bytes(p_codes + o_codes[:, None] + word * 3, m_word, 3)
+    else:
+        words = tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
+    return words
+
+
+@triton.jit
+def of_tokens(p_params, o_params, m_token):
+    """TurboQuant's scales: float32 [BLOCK_T], 0 without a token. o_params: int64 [BLOCK_T]."""
+    return tl.load(p_params + o_params, m_token, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -191,7 +203,7 @@ def planes(
     SCALED: tl.constexpr,
 ):
     """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled. In the fast path, keys by token
-    stay without their scales.
+    stay without their scales. So do TurboQuant's numbers: they stay in the rotated basis, in fp16 for 16-bit models.
 
     raw: from `load_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales
     begin.
@@ -204,12 +216,31 @@ def planes(
         if _INTERPRETED:
             raw = raw.to(tl.float32)
         out = (raw,)
+    elif is_rotated(H.kind):
+        out = _levels(raw, word, H, DTYPE)
     elif H.fast and H.kind == "int":
         out = _fast_integers(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
     elif H.fast:
         out = _fast_floats(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
     else:
         out = one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE)
+    return out
+
+
+@triton.jit
+def _levels(raw, word, H: tl.constexpr, DTYPE: tl.constexpr):
+    """`planes` of TurboQuant's codes: their levels; 0 behind a token's last word."""
+    BITS: tl.constexpr = H.bits
+    PLANES: tl.constexpr = H.planes
+    raw = raw.to(tl.int32) & ((1 << (BITS * PLANES)) - 1)
+    out = ()
+    for i in tl.static_range(PLANES):
+        x = decode_level((raw >> (BITS * i)) & ((1 << BITS) - 1), BITS)
+        if H.words != H.block:
+            x = tl.where(word < H.words, x, 0.0)
+        if DTYPE != "fp32" and not _INTERPRETED:
+            x = x.to(tl.float16)
+        out = out + (x,)
     return out
 
 

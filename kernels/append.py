@@ -28,7 +28,17 @@ from torch import Tensor
 
 from minithink.kernels import _formats
 from minithink.kernels._common import Variant, power_of_2
-from minithink.kernels._formats import Format, encode_group, pack, round_to, saturate, to_fp32
+from minithink.kernels._formats import (
+    Format,
+    encode_group,
+    pack,
+    round_to,
+    saturate,
+    sharing,
+    store_bytes,
+    to_fp32,
+)
+from minithink.kernels._rotation import is_rotated
 
 RING = -1  # in place of a format's index
 
@@ -89,13 +99,6 @@ def _tile(F: tl.constexpr):
 
 
 @triton.jit
-def store_bytes(p, bits, m, SIZE: tl.constexpr):
-    """The low bytes of integers, lowest first."""
-    for i in tl.static_range(SIZE):
-        tl.store(p + i, (bits >> (8 * i)) & 255, m)
-
-
-@triton.jit
 def bits_of(x, TYPE: tl.constexpr):
     """float32 of numbers that TYPE holds → int32, their bits as TYPE in the low ones."""
     if TYPE == "fp32":
@@ -128,16 +131,23 @@ def store(x, i_group, channel, m, m_group, p_codes, p_side, p_scale, F: tl.const
         if BITS > 8:
             store_bytes(p_codes + channel * 2, code, m, 2)
         else:
-            SHARING: tl.constexpr = 8 // BITS  # codes of a byte
+            SHARING: tl.constexpr = sharing(BITS)
             PLACES: tl.constexpr = F.width // SHARING
             place = tl.arange(0, PLACES)[None, :]
             m_code = m_group & (place < F.elements // SHARING)
-            tl.store(p_codes + i_group * (F.elements // SHARING) + place, pack(code, BITS), m_code)
+            o_code = i_group * (F.elements // SHARING) + place
+            if BITS == 3:
+                store_bytes(p_codes + o_code * 3, pack(code, BITS), m_code, 3)
+            else:
+                tl.store(p_codes + o_code, pack(code, BITS), m_code)
         p_side += F.side_start
         if KIND == "int":
             SIZE: tl.constexpr = 4 if PARAMS == "fp32" else 2
             store_bytes(p_side + i_group * (2 * SIZE), bits_of(scale, PARAMS), m_group, SIZE)
             store_bytes(p_side + i_group * (2 * SIZE) + SIZE, bits_of(minimum, PARAMS), m_group, SIZE)
+        elif is_rotated(KIND):
+            SIZE: tl.constexpr = 4 if PARAMS == "fp32" else 2
+            store_bytes(p_side + i_group * SIZE, bits_of(scale, PARAMS), m_group, SIZE)
         elif KIND != "fp8":
             tl.store(p_side + i_group, scale, m_group)
 
@@ -329,7 +339,7 @@ def halves(k: Format, v: Format, dim: int, by_token: bool = False) -> tuple[Half
     """Keys and values of formats that are no store's plain one, side by side in a slot; keys by token have no
     parameters there."""
     start = dim * k.bits // 8
-    side_start = dim // k.group * k.param_bytes if k.group and not by_token else 0
+    side_start = 0 if by_token else dim // (k.group or dim) * k.param_bytes
     return half(**_constants(k), dim=dim), half(**_constants(v), dim=dim, start=start, side_start=side_start)
 
 
@@ -365,15 +375,21 @@ def variants() -> Iterator[Variant]:
         "int4": ("int", 4, "fp16", 16),
         "int8": ("int", 8, "fp32", 32),
         "int16": ("int", 16, "fp32", 32),
+        "tq1": ("tq-mse", 1, "fp16", 0),
+        "tq2": ("tq-norm", 2, "fp32", 0),
+        "tq3": ("tq-none", 3, "fp16", 0),
+        "tq4": ("tq-unbiased", 4, "fp16", 0),
         "fp16": ("plain", 16, "fp16", 0),
         "bf16": ("plain", 16, "bf16", 0),
     }
     pairs = ["nvfp4/nvfp4", "ternary/ternary", "fp8/nvfp4", "int2s/int8", "int4s/int16", "int4/int2", "bf16/fp16"]
+    rotated = ["tq4/tq4", "tq3/tq1", "nvfp4/tq2"]
     for dtype, dim, group in (("bf16", 128, 4), ("fp16", 96, 6), ("fp32", 64, 1)):
         plain = ("plain", 32 if dtype == "fp32" else 16, dtype, 0)
         tile = power_of_2(group), power_of_2(dim)
+        own_pairs = pairs if dim == 96 else pairs + rotated
         signature = common | dict.fromkeys(("p_q", "p_k", "p_v", "p_out"), f"*{dtype}")
-        for k, v in ((plain, plain), *([formats[name] for name in pair.split("/")] for pair in pairs)):
+        for k, v in ((plain, plain), *([formats[name] for name in pair.split("/")] for pair in own_pairs)):
             for ring in (16, 0) if k is plain else (0,):
                 own = Place(2, group, dim, RING if ring else 1, 16, 2 * dim, 8, 2, 1, 4, ring, dtype)
                 constexprs = {

@@ -28,14 +28,17 @@ from minithink.kernels._formats import (
     constexprs,
     decode_scaled,
     group_step,
+    load_bytes,
     params_dtype,
     round_to,
     saturate,
+    sharing,
     to_fp32,
     two_levels,
     unpack,
     view_as,
 )
+from minithink.kernels._rotation import decode_level, is_rotated, rotate_back
 
 TILE = 2048  # elements of a program
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -72,10 +75,14 @@ def _dequantize(
     m_group = i_group < groups
     i_inner = (i_group // PER_ROW).to(tl.int64)
     # Codes below 8 bits share bytes: a group has fewer of these than elements.
-    SHARING: tl.constexpr = 8 // BITS if BITS < 8 else 1
+    SHARING: tl.constexpr = sharing(BITS)
     place = tl.arange(0, WIDTH // SHARING)[None, :]
-    o_codes = i_outer * codes_outer + i_inner * codes_inner + i_group % PER_ROW * (ELEMENTS // SHARING) + place
-    stored = tl.load(p_codes + o_codes, m_group & (place < ELEMENTS // SHARING), 0)
+    m_codes = m_group & (place < ELEMENTS // SHARING)
+    p_row_codes = p_codes + i_outer * codes_outer + i_inner * codes_inner
+    if BITS == 3:
+        stored = load_bytes(p_row_codes + place * 3, m_codes, 3)
+    else:
+        stored = tl.load(p_row_codes + i_group % PER_ROW * (ELEMENTS // SHARING) + place, m_codes, 0)
     column = tl.arange(0, WIDTH)[None, :]
     m_out = m_group & (column < ELEMENTS)
     if KIND == "plain":
@@ -88,6 +95,8 @@ def _dequantize(
         minimum = 0.0
         if KIND == "fp8":
             scale = tensor_scale
+        elif is_rotated(KIND):
+            scale = tl.load(p_row, m_group, 0.0).to(tl.float32)
         elif KIND == "int" and BY_TOKEN:
             # scale and minimum lie together: whole pieces of a row are loaded, and then parted
             i_param = tl.arange(0, 2 * WIDTH)[None, :]
@@ -100,7 +109,11 @@ def _dequantize(
             scale = group_step(tl.load(p_row + column, m_out, 0), tensor_scale, KIND)
         else:
             scale = group_step(tl.load(p_row + i_group % PER_ROW, m_group, 0), tensor_scale, KIND)
-        x = decode_scaled(unpack(stored.to(tl.int32), BITS), scale, minimum, KIND, BITS, PARAMS)
+        code = unpack(stored.to(tl.int32), BITS)
+        if is_rotated(KIND):
+            x = scale * rotate_back(decode_level(code, BITS))
+        else:
+            x = decode_scaled(code, scale, minimum, KIND, BITS, PARAMS)
     if SATURATE:
         x = saturate(x, OUT)
     tl.store(p_out + (i_outer * groups + i_group) * ELEMENTS + column, round_to(x, OUT), m_out)
@@ -125,14 +138,14 @@ def dequantize(fmt: Format, codes: Tensor, params: Tensor, tensor_scale: Tensor,
     constants = constexprs(fmt)
     if constants["KIND"] == "plain" and code_dtype(fmt) == dtype:
         return view_as(codes, dtype)
-    per_row = 1 if by_token or not fmt.group else params.shape[-1] // fmt.param_bytes  # groups of a row
+    per_row = 1 if by_token or not fmt.param_bytes else params.shape[-1] // fmt.param_bytes  # groups of a row
     out = codes.new_empty(*lead, dim, dtype=dtype)
     if out.numel() == 0:
         return out
     codes = view_as(codes, code_dtype(fmt))
     # Tensors that are not read get any address.
     nothing = codes[(0,) * codes.ndim]
-    params = view_as(params, params_dtype(fmt)) if fmt.group else nothing.expand(*lead, 1)
+    params = view_as(params, params_dtype(fmt)) if fmt.param_bytes else nothing.expand(*lead, 1)
     scale = (tensor_scale if fmt.tensor_scaled else nothing).expand(lead)
     outer, inner, (codes, params, scale) = two_levels(lead, codes, params, scale)
     elements = dim // per_row
@@ -175,6 +188,7 @@ def variants() -> Iterator[Variant]:
         ("int", 16, "fp32"),
     ]
     kinds += [("int", bits, params) for bits in (2, 4, 8) for params in ("fp16", "fp32")]
+    kinds += [("tq-unbiased", bits, "fp32" if bits == 2 else "fp16") for bits in (1, 2, 3, 4)]
     kinds += [("plain", 8 * dtype.itemsize, name) for name, dtype in DTYPES.items()]
     names = ("codes_outer", "codes_inner", "params_outer", "params_inner", "scale_outer", "scale_inner", "groups")
     for i, (kind, bits, params) in enumerate(kinds):
@@ -185,5 +199,9 @@ def variants() -> Iterator[Variant]:
         constants = {"KIND": kind, "BITS": bits, "GROUP": 16, "PARAMS": params, "SATURATE": True, "OUT": dtype}
         by_channel = {"PER_ROW": 8, "ELEMENTS": 16, "BY_TOKEN": False, "BLOCK": 128, "WIDTH": 16}
         by_token = {"PER_ROW": 1, "ELEMENTS": 128, "BY_TOKEN": True, "BLOCK": 16, "WIDTH": 128}
-        for shape in (by_channel, by_token) if kind not in ("fp8", "plain") else (by_channel,):
+        by_row = {**by_token, "BY_TOKEN": False}
+        shapes = (by_channel,) if kind in ("fp8", "plain") else (by_channel, by_token)
+        if kind.startswith("tq"):
+            shapes = (by_row,)
+        for shape in shapes:
             yield Variant(_dequantize, signature, {**constants, **shape}, {"enable_fp_fusion": False})

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 
 from minithink.kernels._common import Variant, power_of_2
-from minithink.kernels._formats import dtype_name, encode_group, pack, saturate, to_fp32
-from minithink.kernels.append import Place, bits_of, half, halves, place, plain_halves, steps, store, store_bytes
+from minithink.kernels._formats import dtype_name, encode_group, pack, saturate, store_bytes, to_fp32
+from minithink.kernels.append import Place, bits_of, half, halves, place, plain_halves, steps, store
 
 TOKENS = 16  # of a program, where keys are quantized by channel
 WARPS = 4
@@ -217,7 +217,10 @@ def variants() -> Iterator[Variant]:
             (True, 16, ("int", 16, "fp32", 16), ("int", 8, "fp32", 32)),
             (False, 16, ("nvfp4", 4, "", 16), ("nvfp4", 4, "", 16)),
             (False, 16, ("ternary", 2, "", 16), ("int4s", 4, "", 16)),
+            (False, 16, ("tq-unbiased", 4, "fp16", 0), ("tq-norm", 3, "fp32", 0)),
         ):
+            if k[0].startswith("tq") and dim == 96:
+                continue
             constexprs = {
                 "C": Place(2, 1, dim, 1, 16, 2 * dim, 8, 2, 1, 2, 32, dtype),
                 "K": half(*k, dim),

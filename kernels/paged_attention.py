@@ -21,6 +21,10 @@ Keys by token share their scales within a group of tokens. Blocks begin where gr
 read and converted once (`times_rows`). If evictions have left tokens of several groups side by side, each token reads
 its own scales (`_grouped_logits`).
 
+TurboQuant's keys and values are never rotated back. Rotations keep inner products, so the queries are rotated once
+instead (`_rotation.py`). A key's scale multiplies its logit, a value's scale its weight. Values add up in the rotated
+basis, and each part's sum is rotated back once, before parts are merged.
+
 Bound: memory, the lanes' codes and scales, once. For each token and lane these are 512 bytes in bfloat16 at D = 128,
 and 4 bytes for its place. 4·16·D operations for each token and lane (16 rows, of which g are real) are far below the
 rate of the tensor cores.
@@ -29,7 +33,7 @@ rate of the tensor cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,10 +57,12 @@ from minithink.kernels._parts import (
     shape_of_program,
     unit_of_lane,
 )
-from minithink.kernels._planes import FAST_FACTOR, load_codes, planes, times_rows
+from minithink.kernels._planes import FAST_FACTOR, load_codes, of_tokens, planes, times_rows
+from minithink.kernels._rotation import is_rotated, rotate_rows
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
+_LARGEST_FP16 = tl.constexpr(65504.0)
 
 
 class Memory(NamedTuple):
@@ -122,7 +128,7 @@ def _attend(
     tokens after the other: it finds their pages, reads the keys, computes logits, updates the running softmax, and
     adds the values with their weights. At the end it writes the part's output and its log-sum-exp.
 
-    p_q: [N, Hq, D].
+    p_q: [N, Hq, D]; rotated queries if K is TurboQuant's, float32.
     p_parts, p_part_lse: float32 [N, Hq, parts, D] and [N, Hq, parts], base 2. The first part is `first_part`.
     p_seen: [N, Hq, width − 1]. SEEN "logits": base-2 logits, float32; "relative": exp2(logit − top), fp16, where
         p_top [N, Hq, (width − 1) / BLOCK_T] has the top of each block; "": neither is written.
@@ -202,6 +208,8 @@ def _attend(
             v = _read_values(values, tile, V, DTYPE)
         if not GROUPED:
             s = _logits(q, k, K)
+        if is_rotated(K.kind):
+            s = s * of_tokens(keys.params, _beside_codes(keys, tile, K), held)[None, :]
         s = tl.where(held[None, :], s * factor, float("-inf"))
         column = t
         if SEEN == "logits" and FORMATS > 0:
@@ -216,6 +224,10 @@ def _attend(
         if SEEN == "relative":
             tl.store(p_seen + o_seen, p, m_head[:, None] & held[None, :])
             tl.store(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t0 // BLOCK_T, top, m_head)
+        if is_rotated(V.kind):
+            p = p * of_tokens(values.params, _beside_codes(values, tile, V), held)[None, :]
+            if v[0].dtype == tl.float16:
+                p = tl.minimum(p, _LARGEST_FP16)
         acc = _add_values(acc, rescale, p, v, V)
 
     # The part's output and its log-sum-exp.
@@ -264,8 +276,10 @@ def _tokens_of_part(i_part, count, C: tl.constexpr, IN_RING: tl.constexpr):
 def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
     """The query heads of a group by planes, and the factor of their logits: float32 [G, 1].
 
-    For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits.
+    For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits;
+    so do rotated queries of 16-bit models.
     """
+    HALF: tl.constexpr = H.fast or (is_rotated(H.kind) and C.dtype != "fp32" and not _INTERPRETED)
     PLANES: tl.constexpr = H.planes
     word = tl.arange(0, H.block)[None, :]
     m = m_head[:, None] & (word < H.words)
@@ -276,7 +290,7 @@ def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
             x = x.to(tl.float32)
         q = q + (x,)
     factor = tl.full([C.block_g, 1], 1.0, tl.float32)
-    if H.fast:
+    if HALF:
         largest = tl.max(tl.abs(q[0].to(tl.float32)), 1)
         for i in tl.static_range(1, PLANES):
             largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
@@ -287,7 +301,7 @@ def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
         for i in tl.static_range(PLANES):
             small = small + ((q[i].to(tl.float32) / factor).to(tl.float16),)
         q = small
-        if H.kind != "int":
+        if H.fast and H.kind != "int":
             factor = factor * FAST_FACTOR
     return q, factor
 
@@ -530,15 +544,18 @@ def paged_attention(
         noted = q.new_empty(n, heads, width - 1, dtype=torch.float16 if seen == "relative" else torch.float32)
         top = q.new_empty(n, heads, triton.cdiv(width - 1, 16), dtype=torch.float32)
 
+    rotated_q = q  # is not used without TurboQuant's keys
     work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
     if ring:
         work.append(_of_ring(store, len(formats), constants))
+    if any(is_rotated(one.keys.kind) for one in work):
+        rotated_q = rotate_rows(q)
     launches = []
     for one in work:
         p_k, p_v, p_k_params, p_v_params, p_k_rows = one.memory
         launch = partial(
             _attend[lanes, one.parts],
-            p_q=q,
+            p_q=rotated_q if is_rotated(one.keys.kind) else q,
             p_parts=part,
             p_part_lse=part_lse,
             p_seen=noted,
@@ -574,6 +591,9 @@ def paged_attention(
             BLOCK_T=one.block,
             **one.options,
         )
+        if is_rotated(one.values.kind):
+            own = part[:, :, one.number * in_format :][:, :, :in_format]
+            launch = partial(_and_rotate_back, launch, own)
         launches.append(launch)
     # The merge can be launched early only if it follows one launch, not several branches.
     side_by_side(launches, q.device, apart=not constants.overlap)
@@ -607,6 +627,13 @@ def paged_attention(
         into=read.into,
     )
     return out, attention
+
+
+def _and_rotate_back(launch: Callable[[], object], part: Tensor) -> None:
+    """Launch attention over TurboQuant's values, then rotate the parts that it wrote. part: [N, Hq, parts, D]."""
+    launch()
+    rows = part.flatten(0, 1)
+    rotate_rows(rows, back=True, out=rows)
 
 
 def _what_is_seen(dtype: torch.dtype, several: int, group: str | None) -> str:
@@ -654,7 +681,8 @@ def variants() -> Iterator[Variant]:
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
         halves = _halves(dim)
         if dim != 128:
-            halves = halves[:4]
+            rotated = [of for of in halves if is_rotated(of[0].kind)]
+            halves = halves[:4] + rotated * (dim == 64)
         for k, v, codes, params in halves:
             yield from _variants_of_format(dim, lanes, k, v, codes, params)
     yield from _parts.variants()
@@ -670,6 +698,7 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
     int2 = example("int", 2, dim)
     slow_int2 = example("int", 2, dim, fast=False)
     fp8 = example("fp8", 8, dim)
+    rotated = [example("tq-unbiased", bits, dim, fast=False) for bits in (4, 3, 2, 1)]
     return [
         (plain, plain, "*bf16", "*u8"),
         (nvfp4, nvfp4, "*i16", "*u8"),
@@ -680,6 +709,7 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
         (example("int", 2, dim, by_token=True), int2, "*u8", "*i32"),
         (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
         (fp8, fp8, "*u8", "*u8"),
+        *((x, x, "*u8", "*fp16") for x in rotated),
     ]
 
 
@@ -692,6 +722,9 @@ def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, para
     signature |= dict.fromkeys(("p_k_params", "p_v_params", "p_k_rows"), params)
     if k.fast and k.by_token:
         signature["p_k_rows"] = "*i32"
+    if is_rotated(k.kind):
+        signature["p_q"] = "*fp32"
+        signature["p_k_rows"] = "*u8"
     block, options = shape_of_program(c, k, v, lanes)
 
     # (formats that lists are sorted by, whether it is the ring, SEEN); keys by token come with a ring

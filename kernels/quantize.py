@@ -14,6 +14,7 @@ depend, and the nearest code take about 25 instructions: two to three times what
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 import triton
@@ -30,10 +31,13 @@ from minithink.kernels._formats import (
     params_dtype,
     round_to,
     saturate,
+    sharing,
+    store_bytes,
     to_fp32,
     two_levels,
     view_as,
 )
+from minithink.kernels._rotation import SCALES, is_rotated
 
 TILE = 2048  # elements of a program
 
@@ -80,10 +84,14 @@ def _by_channel(
         x = saturate(x, "fp32")
         code, scale, minimum = encode_group(x, m_x, tensor_scale, KIND, BITS, PARAMS, 1)
         # Codes below 8 bits share bytes: a group has fewer of these than elements.
-        SHARING: tl.constexpr = 8 // BITS if BITS < 8 else 1
+        SHARING: tl.constexpr = sharing(BITS)
         place = tl.arange(0, WIDTH // SHARING)[None, :]
         m_code = m_group & (place < ELEMENTS // SHARING)
-        tl.store(p_codes + o_group * (ELEMENTS // SHARING) + place, pack(code, BITS), m_code)
+        o_code = o_group * (ELEMENTS // SHARING) + place
+        if BITS == 3:
+            store_bytes(p_codes + o_code * 3, pack(code, BITS), m_code, 3)
+        else:
+            tl.store(p_codes + o_code, pack(code, BITS), m_code)
         if KIND == "int":
             tl.store(p_params + o_group * 2, scale, m_group)
             tl.store(p_params + o_group * 2 + 1, minimum, m_group)
@@ -173,16 +181,18 @@ def quantize(fmt: Format, x: Tensor, tensor_scale: Tensor, valid: Tensor | None 
         raise ValueError(
             f"{fmt} does not divide rows of {dim} channels into groups of whole bytes: use its fit({dim})."
         )
+    if is_rotated(constants["KIND"]) and dim & (dim - 1):
+        raise ValueError(f"{fmt} rotates rows whose number of channels is a power of two, not {dim}.")
     if by_token and x.shape[-2] > fmt.group:
         raise ValueError(f"{x.shape[-2]} tokens were given to quantize as one group of at most {fmt.group}.")
     lead = x.shape[:-2] if by_token else x.shape[:-1]
-    per_row = dim if by_token else dim // elements if fmt.group else 0
+    per_row = dim if by_token else dim // elements if fmt.param_bytes else 0
     codes = x.new_empty(*x.shape[:-1], dim * fmt.bits // 8, dtype=torch.uint8)
     params = x.new_empty(*lead, per_row * fmt.param_bytes, dtype=torch.uint8)
     if x.numel() == 0:
         return codes, params
     code_out = view_as(codes, code_dtype(fmt))
-    param_out = view_as(params, params_dtype(fmt)) if fmt.group else params
+    param_out = view_as(params, params_dtype(fmt)) if fmt.param_bytes else params
     if x.stride(-1) != 1:
         x = x.contiguous()
     nothing = x[(0,) * x.ndim]  # an address for tensors that are not read
@@ -261,6 +271,13 @@ def variants() -> Iterator[Variant]:
         if (bits, params) != (16, "fp16")
     ]
     options = {"enable_fp_fusion": False}
+    for bits, scale in product((1, 2, 3, 4), SCALES):
+        dtype, params = ("bf16", "fp32") if scale == "none" else ("fp32", "fp16")
+        signature = {"p_x": f"*{dtype}", "p_scale": "*fp32", **strides, "groups": "i32"}
+        signature |= {"p_codes": "*u8", "p_params": f"*{params}"}
+        constants = {"KIND": f"tq-{scale}", "BITS": bits, "GROUP": 0, "PARAMS": params, "SATURATE": False}
+        rows = {"PER_ROW": 1, "ELEMENTS": 128, "BLOCK": 16, "WIDTH": 128}
+        yield Variant(_by_channel, signature, {**constants, **rows}, options)
     for i, (kind, bits, params) in enumerate(kinds):
         dtype = ("fp32", "fp16", "bf16")[i % 3]  # which number is read changes one instruction
         constants = {"KIND": kind, "BITS": bits, "GROUP": 16, "PARAMS": params}

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2, side_by_side
 from minithink.kernels._layout import Cache, cache, example, half, words
-from minithink.kernels._planes import load_codes, planes
+from minithink.kernels._planes import load_codes, of_tokens, planes
+from minithink.kernels._rotation import is_rotated, rotate_rows
 from minithink.kernels.kmeans import ITERATIONS, at_once, chosen, warps
 
 NARROW = 16  # tokens of a narrow segment, at most
@@ -89,7 +90,8 @@ def _keys(
     C: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Keys of one head of BLOCK tokens, where they are (`_where`), as K.planes blocks [BLOCK, K.block]; else 0."""
+    """Keys of one head of BLOCK tokens, where they are (`_where`), as K.planes blocks [BLOCK, K.block]; else 0.
+    TurboQuant's stay in the rotated basis, and so is the ring then: products of keys are the same in any."""
     DTYPE: tl.constexpr = C.dtype
     PLANES: tl.constexpr = K.planes
     BLOCK_W: tl.constexpr = K.block
@@ -103,6 +105,15 @@ def _keys(
     o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
     k = planes(load_codes(p_k, o_k, paged, K), p_k_params, p_k_rows, o_side, row, paged, k_scale, K, DTYPE, True)
+    if is_rotated(K.kind):
+        scale = of_tokens(p_k_params, o_side, paged)[:, None]
+        scaled = ()
+        for i in tl.static_range(PLANES):
+            x = k[i].to(tl.float32) * scale
+            if not _INTERPRETED:
+                x = x.to(p_ring.dtype.element_ty)
+            scaled = scaled + (x,)
+        k = scaled
     if C.ring > 0:
         # [Hkv, R, 2, D] of the row
         waits = m_t & (place < 0)
@@ -308,12 +319,14 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
     )
 
     c = cache(store)
+    rotated_ring = _rotated_ring(store)
     launches = list[Callable[[], object]]()
     for which, wide in reversed([*enumerate(sizes(longest))]):
         programs = min(PROGRAMS[which], units * segments)
         for i, f in enumerate(store.slots.home):
             k, v = (half(store, f, side, torch.float32) for side in ("k", "v"))
             codes, _, params, _, scales = words(store, f, k, v)
+            rotates = is_rotated(k.kind) and store.ring.numel() > 0
             launches.append(
                 partial(
                     _survive[(programs,)],
@@ -332,7 +345,7 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
                     scales,
                     store.slots.group_of,
                     store.pages.scale[f, 0],
-                    store.ring,
+                    rotated_ring if rotates else store.ring,
                     n,
                     store.shape.rows,
                     segments,
@@ -352,6 +365,15 @@ def survivors(read: Any, first: Tensor, size: Tensor, goal: Tensor, longest: int
             )
     side_by_side(launches, device)
     return drop.view(torch.bool)
+
+
+def _rotated_ring(store: Any) -> Tensor:
+    """The ring in the rotated basis, if there are tokens in TurboQuant's formats; else the ring itself."""
+    names = [store.pages.layouts[f].k.name for f in store.slots.home]
+    if not store.ring.numel() or not any(name.startswith("tq") for name in names):
+        return store.ring
+    rows = store.ring.flatten(0, 3)
+    return rotate_rows(rows, out=torch.empty_like(rows))
 
 
 def sizes(longest: int) -> tuple[tuple[int, ...], ...]:
@@ -382,8 +404,11 @@ def variants() -> Iterator[Variant]:
             (example("nvfp4", 4, dim, False, False), "*u8"),
             (example("ternary", 2, dim, True, False), "*u8"),
             (example("fp8", 8, dim, False, False), "*u8"),
+            (example("tq-unbiased", 4, dim, False, False), "*u8"),
+            (example("tq-unbiased", 2, dim, False, False), "*u8"),
         )[: 1 if dim == 64 else None]:
-            signature = common | {"p_k": codes, "p_k_params": "*u8", "p_k_rows": "*u8"}
+            params = "*fp16" if is_rotated(k.kind) else "*u8"
+            signature = common | {"p_k": codes, "p_k_params": params, "p_k_rows": "*u8"}
             for wide in dict.fromkeys((*sizes(128), *sizes(256))):
                 constexprs = {
                     "C": c,

@@ -138,11 +138,11 @@ print("equal")
 
 @pytest.mark.parametrize("name", ["plain", "nvfp4"])
 def test_a_copied_kernel_gives_the_same_bits(name: str, tmp_path: Path) -> None:
-    """In a folder with nothing else: it needs the seven files, and nothing of minithink."""
+    """In a folder with nothing else: it needs the eight files, and nothing of minithink."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     environment["MINITHINK"] = str(ROOT)
     subprocess.run(["sh", "-ec", block("sh")], cwd=tmp_path, env=environment, check=True)
-    assert len([*(tmp_path / "attention").glob("*.py")]) == 7
+    assert len([*(tmp_path / "attention").glob("*.py")]) == 8
 
     read = Reading(filled(STORAGES[name], "head", [40, 17], steps=9, seed=1))
     q = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)

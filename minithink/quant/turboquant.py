@@ -91,7 +91,7 @@ class TurboQuant(Format):
         # ‖x‖ may overflow. So largest = max|x| is taken out first, and only the scale gets it back.
         largest = x.abs().amax(-1, keepdim=True)
         x = divide(x, largest)
-        norm = _sum(x * x).sqrt()
+        norm = _root(_sum(x * x))
         # z = √D·R(x)/‖x‖
         z = divide(hadamard(x * signs(dim, x.device)), norm)
         # code_j = number of boundaries ≤ z_j
@@ -106,7 +106,7 @@ class TurboQuant(Format):
         if self.scale == "none":
             return norm * (1 / root)
         if self.scale == "norm":
-            return divide(norm, _sum(c * c).sqrt())
+            return divide(norm, _root(_sum(c * c)))
         if self.scale == "mse":
             return norm * (1 / root) * divide(_sum(z * c), _sum(c * c))
         return divide(norm * root, _sum(z * c))
@@ -194,6 +194,13 @@ def _sum(x: Tensor) -> Tensor:
     while x.shape[-1] > 1:
         x = x[..., ::2] + x[..., 1::2]
     return x
+
+
+def _root(x: Tensor) -> Tensor:
+    """√x, rounded once: on CPUs torch's root of float32 may be an ulp off, and no kernel could repeat it."""
+    if x.device.type == "mps":  # which has no float64
+        return x.sqrt()
+    return x.double().sqrt().float()
 
 
 @cache

@@ -11,18 +11,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minithink.quant import Format, parse
+from minithink.quant.turboquant import BITS
 from tests.kernels.device import DEVICE
-from tests.quant.draw import GROUPED, UNGROUPED, numbers, with_option
+from tests.quant.draw import GROUPED, TURBO, UNGROUPED, numbers, with_option
 
 LEADS = [(), (1,), (5,), (2, 3), (3, 1, 2), (2, 1, 3, 2), (0,), (2, 0, 3)]
-BITS = {2: torch.int16, 4: torch.int32}
+INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @st.composite
-def formats(draw: st.DrawFn, names: tuple[str, ...] = UNGROUPED + GROUPED) -> Format:
+def formats(draw: st.DrawFn, names: tuple[str, ...] = UNGROUPED + TURBO + GROUPED) -> Format:
     """Any format, in groups of 16 to 128, by channel or by token."""
     text = draw(st.sampled_from(names))
-    if text in UNGROUPED:
+    if text in UNGROUPED + TURBO:
         return parse(text)
     group, by = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from(["channel", "token"]))
     return with_option(text, f"group={group},by={by}")
@@ -33,6 +34,8 @@ def widths(draw: st.DrawFn, fmt: Format) -> int:
     """Channels of a row: groups divide it, and codes fill bytes."""
     if fmt.group and fmt.by == "channel":
         return fmt.group * draw(st.integers(1, max(1, 96 // fmt.group)))
+    if fmt.name in BITS:
+        return draw(st.sampled_from([8, 16, 64, 128]))
     return 4 * draw(st.sampled_from([1, 5, 16, 20]))
 
 
@@ -73,7 +76,7 @@ def assert_bits(name: str, got: Tensor, want: Tensor) -> None:
     got, want = got.cpu().contiguous(), want.contiguous()
     same = got == want
     if want.is_floating_point():
-        kind = BITS[want.element_size()]
+        kind = INTEGERS[want.element_size()]
         same = (got.view(kind) == want.view(kind)) | (got.isnan() & want.isnan())
     if not same.all():
         where = tuple((~same).nonzero()[0].tolist())

@@ -25,8 +25,16 @@ STORAGES = {
     "kivi": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", sink=4),
     "thoughts": Storage(("nvfp4", "ternary", "fp8"), block=8, buffer=8, also=("int4s",)),
     "thoughts-by-token": Storage(("nvfp4:by=token/nvfp4", "ternary:by=token/ternary"), block=8, buffer=16),
+    "tq4": Storage(("tq4",)),
+    "tq3": Storage(("tq3/tq1",), block=8, buffer=8),
+    "thoughts-rotated": Storage(("tq4", "tq2:params=fp32", "nvfp4/tq4"), block=8, buffer=8, also=("int4s",)),
     "apart": Storage(("fp8/nvfp4", "int2s/int8:group=32"), block=8),
 }
+
+
+def rotated(storage: Storage) -> bool:
+    """Whether a format is TurboQuant's, whose heads have a power of two of channels."""
+    return any("tq" in name for name in storage.formats)
 
 
 def filled(

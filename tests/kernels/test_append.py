@@ -35,6 +35,7 @@ STORAGES = stores.STORAGES | {
     "plain-too": Storage(("int4:group=32", "plain", "int2s/ternary"), block=8),
     "numbers": Storage(("fp16/nvfp4", "bf16/fp32", "fp8/fp16")),
     "fp16-int8": Storage(("fp16/int8:group=32",)),
+    "rotated-at-once": Storage(("tq4", "tq3/tq1", "nvfp4/tq2:scale=norm,params=fp32"), block=8),
 }
 # Groups as long as a row, of any even number of channels; parameters and wide codes behind an odd number of bytes.
 ODD = {
@@ -134,6 +135,7 @@ def test_equals_its_twin(
     seed: int,
 ) -> None:
     """Any formats and scopes, several at once, some of the rows in any order, slots used again."""
+    dim = 128 if stores.rotated(STORAGES[name]) and dim == 96 else dim
     living = [row for row, length in enumerate(lengths) if length]
     assume(living)
     how = {"kv_heads": heads[0], "group": heads[1], "dim": dim, "dtype": dtype}
@@ -189,7 +191,7 @@ def test_a_prompt_of_one_token(scope: Scope) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy's, of the interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("storage", ["plain", "fp8", "ternary", "kivi", "fp16-int8"])
+@pytest.mark.parametrize("storage", ["plain", "fp8", "ternary", "kivi", "fp16-int8", "rotated-at-once"])
 def test_what_is_no_ordinary_number(storage: str, dtype: torch.dtype) -> None:
     """Infinite and denormal numbers and zeros of both signs, at position 0, where nothing turns."""
     both = pair(STORAGES[storage], "layer", [5], 1, kv_heads=1, group=1, dim=32, dtype=dtype)

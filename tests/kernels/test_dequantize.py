@@ -51,7 +51,9 @@ def test_equals_its_twin(data: st.DataObject) -> None:
     check(fmt, data.draw(laid_out(codes)), params, scale, data.draw(st.sampled_from(DTYPES)))
 
 
-@pytest.mark.parametrize("text", ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16"])
+@pytest.mark.parametrize(
+    "text", ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16", "tq1", "tq2", "tq4"]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code(text: str, dtype: torch.dtype) -> None:
     """With a scale near the top, so that large ones exceed FP16, and a small one."""
@@ -66,10 +68,10 @@ def test_every_code(text: str, dtype: torch.dtype) -> None:
     check(fmt, codes.expand(2, -1, -1), params, torch.tensor([[1000.0], [1e-3]]), dtype)
 
 
-@pytest.mark.parametrize("text", ["fp32", "nvfp4", "int4:group=16", "int8:by=token", "fp8"])
+@pytest.mark.parametrize("text", ["fp32", "nvfp4", "int4:group=16", "int8:by=token", "fp8", "tq3", "tq4"])
 def test_several_programs(text: str) -> None:
     fmt = parse(text)
-    x = torch.randn(2, 35, 192, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 35, 128 if text.startswith("tq") else 192, generator=torch.Generator().manual_seed(0))
     scale = torch.tensor([[0.01], [0.02]])
     codes, params = fmt.quantize(
         x if fmt.by == "channel" else x[:, :16], scale if fmt.by == "channel" else scale[:, 0]

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels import _formats as formats
+from minithink.kernels import _rotation
 from minithink.kernels._formats import (
     constexprs,
     decode_code,
@@ -26,11 +27,13 @@ from minithink.quant import Format, e4m3, parse
 from minithink.quant.int_asymmetric import IntAsymmetric
 from minithink.quant.pack import pack as ref_pack
 from minithink.quant.symmetric import Symmetric
-from minithink.quant.turboquant import BITS
+from minithink.quant.turboquant import BOUNDARIES, LEVELS, SCALES, TurboQuant, rotate, rotate_back
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
 from tests.kernels.formats import assert_bits
 from tests.quant.draw import E4M3, FORMATS, POINTS
+
+TURBO = ["tq1", "tq2", "tq3", "tq4"]
 
 
 @triton.jit
@@ -73,6 +76,18 @@ def _pack(p_in, p_out, p_back, BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
+def _pack_threes(p_in, p_out, p_back, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of codes of 3 bits, eight in three bytes."""
+    row = tl.arange(0, ROWS)[:, None]
+    o_code = row * WIDTH + tl.arange(0, WIDTH)[None, :]
+    number = pack(tl.load(p_in + o_code), 3)
+    p_three = p_out + 3 * (row * (WIDTH // 8) + tl.arange(0, WIDTH // 8)[None, :])
+    everywhere = number >= 0
+    formats.store_bytes(p_three, number, everywhere, 3)
+    tl.store(p_back + o_code, formats.unpack(number, 3))
+
+
+@triton.jit
 def _round(p_in, p_out, n, TYPE: tl.constexpr, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(p_out + i, round_to(to_fp32(tl.load(p_in + i, i < n, 0.0)), TYPE), i < n)
@@ -85,7 +100,26 @@ def run(kernel, x: Tensor, dtype: torch.dtype, fmt: Format) -> Tensor:
     return out.cpu()
 
 
-KINDS = ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16", "fp16", "bf16"]
+KINDS = ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16", "fp16", "bf16", *TURBO]
+
+
+def test_tables_are_those_of_the_twin() -> None:
+    assert (_rotation.LEVELS, _rotation.BOUNDARIES, _rotation.SCALES) == (LEVELS, BOUNDARIES, SCALES)
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("dim", [8, 64, 128, 256])
+def test_rows_are_rotated_as_the_twin_does(dim: int, back: bool) -> None:
+    """Bit for bit; also in place, in rows that lie apart, and no row at all."""
+    x = torch.randn(3, 20, dim, generator=torch.Generator().manual_seed(dim))
+    want = rotate_back(x) if back else rotate(x)
+    assert_bits("rows", _rotation.rotate_rows(x.to(DEVICE), back), want)
+    wide = torch.cat((x, x), dim=1).to(DEVICE)
+    part = wide[:, :20]
+    _rotation.rotate_rows(part, back, out=part)
+    assert_bits("in place", part, want)
+    assert_bits("beside", wide[:, 20:], x)
+    assert _rotation.rotate_rows(x[:0].to(DEVICE)).shape == (0, 20, dim)
 
 
 @pytest.mark.parametrize("text", KINDS)
@@ -97,6 +131,9 @@ def test_every_code_decodes_as_defined(text: str) -> None:
         want = fmt.point(codes.to(torch.uint8))
     elif isinstance(fmt, IntAsymmetric):
         want = codes.float()
+    elif isinstance(fmt, TurboQuant):
+        above = LEVELS[fmt.bits]
+        want = torch.tensor([*(-x for x in reversed(above)), *above])
     elif text == "fp8":
         want = e4m3.decode(codes.to(torch.uint8))
     else:
@@ -140,7 +177,16 @@ def test_e4m3_of_many_numbers_and_nan() -> None:
     assert (got[x.isnan()] & 127).eq(127).all()
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_pack_of_three_bits() -> None:
+    codes = torch.randint(8, (4, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    out = torch.empty(4, 12, dtype=torch.uint8, device=DEVICE)
+    back = torch.empty(4, 32, dtype=torch.int32, device=DEVICE)
+    _pack_threes[1,](codes.to(DEVICE), out, back, 4, 32)
+    assert_same("packed", out.cpu(), ref_pack(codes, 3))
+    assert_same("unpacked", back.cpu(), codes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_pack(bits: int) -> None:
     codes = torch.randint(1 << bits, (4, 32), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     out = torch.empty(4, 4 * bits, dtype=torch.uint8, device=DEVICE)
@@ -160,7 +206,7 @@ def test_floats_round_as_torch_rounds(name: str) -> None:
         assert_bits(name, out, x.to(dtype))
 
 
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if f.name not in BITS], ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
 def test_constants_of_formats(fmt: Format) -> None:
     constants = constexprs(fmt, "V_")
     assert list(constants) == ["V_KIND", "V_BITS", "V_GROUP", "V_PARAMS"]
@@ -168,6 +214,8 @@ def test_constants_of_formats(fmt: Format) -> None:
     assert (bits, group) == (fmt.bits, fmt.group)
     if isinstance(fmt, IntAsymmetric):
         assert (kind, params) == ("int", fmt.params)
+    elif isinstance(fmt, TurboQuant):
+        assert (kind, params) == (f"tq-{fmt.scale}", fmt.params)
     elif fmt.name in formats.DTYPES:
         assert (kind, params) == ("plain", fmt.name)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minithink.kernels.quantize import quantize
 from minithink.quant import Format, parse
-from minithink.quant.turboquant import BITS
+from minithink.quant.int_asymmetric import IntAsymmetric
 from minithink.ref import quantize as ref
 from tests.kernels.device import DEVICE
 from tests.kernels.formats import LEADS, assert_bits, formats, laid_out, plain_copy, tensor_scales, widths
@@ -21,7 +21,7 @@ from tests.quant.draw import FORMATS, numbers
 # numpy's, of the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 
-EVERY = pytest.mark.parametrize("fmt", [f for f in FORMATS if f.name not in BITS], ids=str)
+EVERY = pytest.mark.parametrize("fmt", FORMATS, ids=str)
 
 
 def check(fmt: Format, x: Tensor, scale: Tensor, valid: Tensor | None = None) -> None:
@@ -43,7 +43,7 @@ def test_equals_its_twin(data: st.DataObject) -> None:
     if by_token:
         lead = lead[:2]  # a program for each
     x = data.draw(numbers(*lead, *tokens, dim))
-    if hasattr(fmt, "params"):
+    if isinstance(fmt, IntAsymmetric):
         x = x + 0.0  # of −0 and +0 the twin may take either as the minimum
     valid = None
     if by_token and data.draw(st.booleans()):
@@ -76,11 +76,21 @@ def test_the_sign_of_zero(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fp8", "int4:group=16", "nvfp4:group=64", "int16:by=token,group=128", "ternary:by=token"]
+    "text",
+    [
+        "fp8",
+        "int4:group=16",
+        "tq4",
+        "tq3:params=fp32",
+        "nvfp4:group=64",
+        "int16:by=token,group=128",
+        "ternary:by=token",
+    ],
 )
 def test_several_programs(text: str) -> None:
     fmt = parse(text)
-    x = torch.randn(2, 67 if fmt.by == "channel" else fmt.group, 192, generator=torch.Generator().manual_seed(0))
+    dim = 128 if text.startswith("tq") else 192
+    x = torch.randn(2, 67 if fmt.by == "channel" else fmt.group, dim, generator=torch.Generator().manual_seed(0))
     check(fmt, x, torch.tensor([[0.01], [0.02]]) if fmt.by == "channel" else torch.tensor([0.01, 0.02]))
 
 
@@ -103,6 +113,8 @@ def test_what_does_not_fit_is_refused() -> None:
         quantize(parse("int4:by=token"), x, one)
     with pytest.raises(ValueError, match="24 channels"):
         quantize(parse("int4"), x, one)
+    with pytest.raises(ValueError, match="power of two, not 24"):
+        quantize(parse("tq4"), x, one)
 
 
 @pytest.mark.parametrize("first", [10.0, -40.0])

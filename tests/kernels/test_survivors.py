@@ -17,10 +17,10 @@ from minithink.ref import survivors as ref
 from minithink.ref.kmeans import kmeans
 from tests.compare import assert_same
 from tests.kernels.device import DEVICE
-from tests.kernels.stores import STORAGES, filled
+from tests.kernels.stores import STORAGES, filled, rotated
 
 # Those with one type of thought, so that any piece of a lane may be a segment.
-NAMES = ("plain", "nvfp4", "ternary", "fp8", "int4", "int8-fp32", "int2-by-token", "nvfp4-by-token")
+NAMES = ("plain", "nvfp4", "ternary", "fp8", "int4", "int8-fp32", "int2-by-token", "nvfp4-by-token", "tq4", "tq3")
 
 
 def cut(store: PagedStore, rows: list[int], seed: int, longest: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,6 +71,7 @@ def test_equals_its_twin(
     seed: int,
 ) -> None:
     """But where two choices are within rounding of each other; plain keys are whole numbers, and ties are exact."""
+    dim = 128 if rotated(STORAGES[name]) and dim == 96 else dim
     store = filled(
         STORAGES[name], scope, lengths, layers=2, kv_heads=kv_heads, dim=dim, steps=21, seed=seed, keep=0.9
     )

@@ -45,6 +45,9 @@ FORMATS = {
     "ternary": Storage(("ternary",)),
     "ternary, keys by token": Storage(("ternary:by=token/ternary",), buffer=16),
     "int4": Storage(("int4:group=32",)),
+    "tq4": Storage(("tq4",)),
+    "tq3": Storage(("tq3",)),
+    "tq2": Storage(("tq2",)),
     "int2, keys by token": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32),
 }
 OPTIONS = {name.replace(", ", "-").replace(" ", "-"): name for name in FORMATS}  # names as single words
@@ -231,9 +234,9 @@ def used_store(storage: Storage, layers: int, batch: int, length: int) -> PagedS
         side = store.pages.side
         of_keys = store.pages.group_params if lay.by_token else side
         for which, (params, fmt) in enumerate(((of_keys, lay.k), (side, lay.v))):
-            if fmt.group and fmt.param_bytes == 1:
+            if fmt.param_bytes == 1:
                 params.random_(0x28, 0x40)
-            elif fmt.group:
+            elif fmt.param_bytes:
                 params.view(torch.float16).uniform_(0.25, 2)
             if fmt.tensor_scaled:
                 store.pages.scale[f, which] = 0.01
