@@ -535,6 +535,7 @@ def test_nothing_asks_the_host(text: str) -> None:
         "thinkv:budget=13,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6",
         "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=gather",
         "rkv:budget=7,buffer=2,alpha=2,kernel_size=3,compaction=overlapped",
+        "triattention:budget=7,buffer=2,protect_prompt=false",
     ],
 )
 def test_the_kernels_decide_as_their_twins(text: str) -> None:

@@ -471,6 +471,8 @@ KERNELS = (
     "rkv:budget=12,buffer=2,alpha=3,kernel_size=3,compaction=overlapped",
     "thinkv:budget=19,tau=4,g=4,retention=2/1,block=2,layers=0,thresholds=0.3/0.6",
     "window:budget=16+quant:fmt=int4,by=token",
+    "triattention:budget=12,buffer=2,protect_prompt=false",
+    "triattention:budget=14,buffer=2,share=all,protect_prompt=false+quant:fmt=int8,buffer=4",
 )
 
 
