@@ -347,6 +347,7 @@ class Reading:
         stream = self.stream(cell)
         measure = meter(stream)
         keys = self.keys(cell)
+        of_bytes = cell.tokens
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
         stream.sequences = in_order(chosen, [s.limit for s in chosen])
         seconds = Seconds()
@@ -358,7 +359,7 @@ class Reading:
                 self.has_said_why = True
                 _say(f"{stream.diagnose()} Such texts count in no mean")
             for s, held in zip(ended, measure.take(ended), strict=True):
-                budget = cell.tokens if s.budget is None else s.budget
+                budget = of_bytes if s.budget is None else s.budget
                 yield self._record(s, keys[s.number], held, seconds.take(s), budget)
 
     def stream(self, cell: Cell) -> Stream:

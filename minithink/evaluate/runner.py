@@ -557,6 +557,7 @@ class Evaluation:
         for watch in watches:
             stream.on_step = both(stream.on_step, watch)
         keys = self.keys(cell)
+        of_bytes = cell.tokens
         chosen = [s for s in stream.sequences if keys[s.number] in wanted]
         # if a sequence's length is not known, its prompt's length is a guess
         stream.sequences = in_order(chosen, [lengths.get(keys[s.number][2:], len(s.prompt)) for s in chosen])
@@ -579,7 +580,7 @@ class Evaluation:
                 shares = dict[str, float | None]()
                 for watch in watches:
                     shares |= watch.take(s)
-                budget = cell.tokens if s.budget is None else s.budget
+                budget = of_bytes if s.budget is None else s.budget
                 yield self._record(stream, s, keys[s.number], held, seconds.take(s), shares, budget)
 
     def _say_why_not_finite(self, stream: Stream) -> None:

@@ -320,7 +320,7 @@ def test_bad_input_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture
     (damaged / "results.jsonl").write_text("".join(["x\n", *lines[1:]]))
     for argv, said in [
         ([], "required"),
-        (["draw"], "There is no command 'draw'; there are loss, paper, plot, tune, margins"),
+        (["draw"], "There is no command 'draw'; there are loss, paper, plot, summary, tune, margins"),
         (["plot"], "required: DIR"),
         (["plot", str(good), "--x"], "there is no option --x"),
         (["plot", str(tmp_path / "none")], "none is no folder"),
