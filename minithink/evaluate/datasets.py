@@ -116,7 +116,10 @@ def load_dataset(
 
 def check_name(name: str) -> None:
     """UsageError: the name is not that of any dataset, file or dataset of the hub."""
-    key, _ = _in_place(name)
+    key, file = _in_place(name)
+    if file is not None and not is_file(file):
+        kinds = ", ".join(f"*{suffix}" for suffix in FORMATS)
+        raise UsageError(f"{escaped(name)} names no file in place of {key}: write {key}=FILE, one of {kinds}.")
     if _entry(key) or name in (*families(), *LEVELS) or name.startswith("hub:") or is_file(name):
         return
     known = [*families(), *LEVELS, *ENTRIES]

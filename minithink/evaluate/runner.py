@@ -66,6 +66,7 @@ from minithink.text.thinking import Stage, count_thinking, split_thinking
 GPU_BATCH, CPU_BATCH = 256, 8
 TRACED = 0  # the number of the sequence that --trace records: the first problem's first sample
 SPLIT = "of the dataset (default: test)"
+OF_TABLE = "; several with commas between them (default: those of the table that are graded)"
 FREE = ("model",)  # settings that a resumed run may change: the checkpoint's hash stays
 
 
@@ -181,7 +182,7 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT, o
         default=None if of_table else "facts",
         help="facts, ledger or search, which are embedded, MATH-500, AIME24, …, a "
         ".jsonl, .csv, .json or .parquet file, such a file in place of a dataset of the hub, as in AIME24=FILE, or "
-        f"hub:owner/name (default: {'those of the table that are graded' if of_table else 'facts'})",
+        f"hub:owner/name{OF_TABLE if of_table else ' (default: facts)'}",
     )
     add("--split", help=split)
     add_fields_argument(parser)
@@ -192,12 +193,19 @@ def add_drawing_arguments(parser: argparse.ArgumentParser, split: str = SPLIT, o
         metavar="N",
         help=f"sequences for each problem (default: {'as many as the table has' if of_table else 1})",
     )
-    add("--temperature", type=finite, help="0 is greedy (this and the next two default to the model's own)")
+    of_draws = "the table's, or the model's own" if of_table else "the model's own"
+    add("--temperature", type=finite, help=f"0 is greedy (default of this and the next two: {of_draws})")
     add("--top-p", type=finite, help="1 is off")
     add("--top-k", type=natural, metavar="N", help="0 is off")
     add("--seed", type=natural, default=0, help="of the draws (default: 0)")
     add("--limit", type=positive, metavar="N", help="only the first N problems")
-    add("--max-new-tokens", type=positive, metavar="N", help="default: the model's own, or what the context leaves")
+    of_length = "the table's" if of_table else "the model's own"
+    add(
+        "--max-new-tokens",
+        type=positive,
+        metavar="N",
+        help=f"default: {of_length}, or what the context leaves",
+    )
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
     add("--backend", default="auto", help="auto, reference, triton")

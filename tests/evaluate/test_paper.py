@@ -121,6 +121,20 @@ def test_without_a_table_all_are_listed(words: list[str], capsys: pytest.Capture
     assert any(line.startswith("thinkv-table4 ") and "needs --dataset" in line for line in lines)
 
 
+def test_the_help_names_the_tables_own_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["paper", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0 is greedy (default of this and the next two: the table's, or the model's own)" in said
+    assert "--max-new-tokens N default: the table's, or what the context leaves" in said
+    assert "several with commas between them (default: those of the table that are graded)" in said
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the table's" not in said
+    assert "(default: facts)" in said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -133,6 +147,8 @@ def test_without_a_table_all_are_listed(words: list[str], capsys: pytest.Capture
         (["thinkv-table1", "--dataset", "livecodebench", "--output-dir", "x"], "--dataset LiveCodeBench=FILE"),
         (["thinkv-table1", "--dataset", "AIME99", "--output-dir", "x"], "There is no dataset 'AIME99'"),
         (["thinkv-table1", "--dataset", "facts,facts", "--output-dir", "x"], "names facts twice"),
+        (["thinkv-table1", "--dataset", "AIME24=", "--output-dir", "x"], "names no file in place of AIME24"),
+        (["thinkv-table1", "--dataset", "AIME24=a.txt", "--output-dir", "x"], "one of *.jsonl, *.csv"),
         (["thinkv-table1", "--rows", "KIWI", "--output-dir", "x"], "no row 'KIWI'; did you mean KIVI?"),
         (["thinkv-table1", "--fields", "answer=a", "--output-dir", "x"], "those of AIME24 are known: leave it out"),
         (["thinkv-table1", "--trace", "a.trace", "--output-dir", "x"], "--trace records one dataset"),
@@ -207,10 +223,28 @@ def test_the_papers_numbers_stand_beside_those_of_the_run(
             in text
         )
         assert "| KIVI | – | 40% | 60.56% | 0.0% |" in text
+        assert "The paper's numbers are of 15 problems each of AIME24 and AIME25, and not of AIME24 alone." in text
     lines = [line.removeprefix("minithink.evaluate: ") for line in said.err.splitlines()]
     assert note.startswith("# thinkv-table1\n\n- ThinKV, table 1")
     for line in note.partition("\n\n## ")[0].splitlines()[2:]:
         assert line.removeprefix("- ") in lines, "what is written was said"
+
+
+def test_a_run_that_groups_batches_has_no_numbers_of_a_paper_that_did_not(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Table 2 of SkipKV groups in its last row alone, which is not a row here."""
+    changed = {"rows": "FullKV,R-KV", "limit": 1, "budgets": 2220, "padded_budget": 2}
+    words = command("skipkv-table2", model, f"AIME24={problems}", tmp_path / "in-order", **changed)
+    assert main(words) == 0
+    said = capsys.readouterr()
+    assert "| FullKV | – | 46.7% |" in said.out
+    assert "Budgets pay for the padding of batches of 2: --padded-budget" in said.err
+    words = command("skipkv-table2", model, f"AIME24={problems}", tmp_path / "grouped", **changed)
+    assert main([*words, "--group"]) == 0
+    said = capsys.readouterr()
+    assert "paper, " not in said.out
+    assert "Batches are of prompts of similar length: --group. So the paper's numbers are left out" in said.err
 
 
 def test_a_dataset_that_is_not_there_may_be_given_as_a_file(

@@ -26,8 +26,8 @@ COMMON = (
     "After </think> minithink's DynTS evicts nothing more; the paper does not stop there.",
 )
 OF_TABLE_1 = (
-    "The local windows of H2O, SnapKV and R-KV are given as a share of the kept tokens, which is exact for a prompt "
-    f"of {PROMPT} tokens.",
+    "The local windows of H2O, SnapKV and R-KV are given as a share of the kept tokens, which is exact at the "
+    f"table's budgets for a prompt of {PROMPT} tokens.",
     "StreamingLLM has 4 sinks, as its own paper.",
     "Window, StreamingLLM, H2O, SnapKV and R-KV may evict the prompt, as their own papers have it; SepLLM evicts "
     "generated tokens alone (C.3).",

@@ -108,6 +108,12 @@ def _of_options(parts: Sequence[Part], args: argparse.Namespace) -> list[str]:
             found.append("Local windows in tokens have become shares of these budgets, as they are of the paper's.")
     if args.rows is not None:
         found.append("Of the table's rows only those of --rows are run.")
+    if args.padded_budget is not None:
+        found.append(f"Budgets pay for the padding of batches of {args.padded_budget:,}: --padded-budget.")
+    if any(part.job.group != part.column.group for part in parts):
+        found.append("Batches are of prompts of similar length: --group. So the paper's numbers are left out.")
+    if args.think_tags is not None:
+        found.append(f"The model thinks between {escaped(' and '.join(args.think_tags))}: --think-tags.")
     if args.template:
         variables = ", ".join(f"{name}={value}" for name, value in args.template.items())
         found.append(f"The chat template gets {escaped(variables)}.")
@@ -154,7 +160,8 @@ def _of_datasets(table: Table, parts: Sequence[Part], args: argparse.Namespace) 
 
 def compared(part: Part, rows: Sequence[summary.Row]) -> str:
     """The Markdown table of a part: its rows as the paper calls them, what the paper reports, and what was found."""
-    reported = part.column.reported if part.stands else {}
+    is_the_papers = part.stands and part.job.group == part.column.group
+    reported = part.column.reported if is_the_papers else {}
     found = {(row.policy, row.budget): row for row in rows if row.group is None}
     short = [model.replace("DeepSeek-R1-Distill-", "R1-") for model in reported]
     header = [
@@ -181,4 +188,7 @@ def compared(part: Part, rows: Sequence[summary.Row]) -> str:
             sizes = [f"{row.generated_mean:,.0f}", summary.size(row.kv_bytes_peak)]
             lines.append([method.name, summary.budget_of(row), *percents, right, interval, *sizes])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    return f"## {escaped(part.name)}\n\n{table}\n"
+    text = f"## {escaped(part.name)}\n\n{table}\n"
+    if reported and part.column.reported_on:
+        text += f"\nThe paper's numbers are of {part.column.reported_on}, and not of {part.column.dataset} alone.\n"
+    return text

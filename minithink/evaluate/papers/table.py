@@ -39,6 +39,7 @@ class Column:
     group: bool = False
     label: str = ""  # the name of its folder; "": that of the dataset
     reported: Mapping[str, Numbers] = field(default_factory=dict)  # by model, if the text of the paper has numbers
+    reported_on: str = ""  # the problems of these numbers, if they are not those of the dataset
 
     @property
     def name(self) -> str:

@@ -32,6 +32,7 @@ AIME = (
     "The paper's AIME is a draw of 15 problems of 2024 and 15 of 2025 (§E.1), which it does not list; here both "
     "years are run as a whole, each in a folder of its own."
 )
+AIME_DRAW = "15 problems each of AIME24 and AIME25"
 LETTERS = f"ThinKV runs with {LETTER}, as the paper describes it; minithink's own defaults differ."
 CALIBRATED = "The paper calibrates ThinKV on 100 prompts of s1K (§6.1); here the model's calibration decides."
 ONE_BY_ONE = "R-KV runs with buffer=0, because table 5 has it evict one token in nearly every step."
@@ -53,6 +54,7 @@ def _columns(
             budgets=budgets,
             max_new_tokens=NEW_TOKENS,
             reported={} if dataset in CODE else reported or {},
+            reported_on=AIME_DRAW if dataset in ("AIME24", "AIME25") else "",
         )
         columns.append(column)
     return tuple(columns)
