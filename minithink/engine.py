@@ -822,9 +822,11 @@ def check_count(prompts: int, samples: int) -> None:
 def _refuse_without_policy(budget: int | str | None, schedule: str | None) -> None:
     """UsageError: a budget or a schedule is given, which belongs to a policy."""
     if budget is not None:
-        option, given = "budget", f"of {budget}" if isinstance(budget, str) else f"of {budget} tokens"
+        option = "budget"
+        given = f"of {budget}" if isinstance(budget, str) else f"of {budget} tokens"
     elif schedule is not None:
-        option, given = "schedule", schedule
+        option = "schedule"
+        given = schedule
     else:
         return
     takers = [name for name, kind in POLICIES.items() if option in getattr(kind, "__dataclass_fields__", {})]
