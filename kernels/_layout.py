@@ -22,7 +22,7 @@ from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, power_of_2
 from minithink.kernels._formats import Format
 
-FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8")  # formats that `_planes.py` has a fast path for
+FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8", "tq4")  # formats that `_planes.py` has a fast path for
 
 
 class Half(NamedTuple):
@@ -295,6 +295,9 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
     if fast and names["KIND"] == "int":
         fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
         size = 4 if fast else size  # scale and minimum at once
+    if fast and fmt.name == "tq4":
+        # Words of two bytes begin at even bytes.
+        fast = not (start % 2 or pages.pool.shape[-1] // lay.slots % 2)
     if names["KIND"] == "plain" or fmt.bits >= 8:
         planes = 1
     else:
@@ -408,8 +411,8 @@ def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
 
 
 def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
-    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant come with
-    fast=False."""
+    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant of
+    other than 4 bits come with fast=False."""
     planes = 1 if bits >= 8 else _planes(bits, fast)
     count = dim // planes
     rotated = kind.startswith("tq")

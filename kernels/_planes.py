@@ -9,12 +9,14 @@ channels of the other factor, so no number is interleaved or moved between threa
     times_rows  keys by token: multiplies decoded points with scales that the tokens of a group share
 
 The plain path decodes code by code with the functions of `_formats.py` and rounds to the model's type, as the twin
-does; the interpreter knows only this path. 16-bit models have a faster path (`_fast_plane`): inline PTX makes two
-numbers at a time in a 32-bit word, in fp16 whatever the model's type. `_layout.py` says which formats take it
-(Half.fast). Read `planes` first and `_fast_asm` last.
+does; the interpreter knows only this path. 16-bit models have a faster path (`_fast_plane`, for TurboQuant's 4 bits
+`_fast_levels`): inline PTX makes two numbers at a time in a 32-bit word, in fp16 whatever the model's type.
+`_layout.py` says which formats take it (Half.fast). Read `planes` first and `_fast_asm` last.
 """
 
 from __future__ import annotations
+
+import struct
 
 import triton
 import triton.language as tl
@@ -22,10 +24,13 @@ import triton.language as tl
 from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED
 from minithink.kernels._formats import decode_code, e4m3_decode, load_bytes, saturate
-from minithink.kernels._rotation import decode_level, is_rotated
+from minithink.kernels._rotation import LEVELS, decode_level, is_rotated
 
+_HALVES = [struct.pack("<e", x) for x in LEVELS[4]]
 # In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
 FAST_FACTOR = tl.constexpr(2.0**8)
+# TurboQuant's eight magnitudes of 4 bits in fp16: low bytes of the first four and of the others, then high bytes.
+MAGNITUDES = struct.unpack("<4I", bytes(half[i] for i in (0, 1) for half in _HALVES))
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LARGEST_FP16 = tl.constexpr(_formats.LARGEST["fp16"])
 
@@ -80,6 +85,30 @@ def _fast_asm(kind, plane, scales):
             out += f" prmt.b32 t, ${3 + 2 * i}, ${4 + 2 * i}, 0x{select}; {widen} mul.rn.f16x2 ${i}, m, t;"
         else:
             out += f" mul.rn.f16x2 ${i}, m, ${3 + i};"
+    return out + " }"
+
+
+@triton.constexpr_function
+def _levels_asm():
+    """PTX that makes four planes, $0 to $3, of two words of four codes, $4: levels of TurboQuant's 4 bits in fp16.
+
+    A level is a sign and one of eight magnitudes. `prmt` picks four bytes at once from eight, by the nibbles of its
+    selector: once for the low bytes of the magnitudes of a word, once for the high bytes. Further ones put low and
+    high bytes together, and the numbers of both words side by side.
+    """
+    out = "{ .reg .b32 t, v, s, a, b, c, d, e, f, l0, l1, h0, h1;"
+    for i, name in enumerate(("l0", "l1", "h0", "h1")):
+        out += f" mov.b32 {name}, {MAGNITUDES[i]:#010x};"
+    # t: 8 in the nibbles of negative numbers, whose codes count backwards; s: the nibbles' magnitudes
+    out += " not.b32 t, $4; and.b32 t, t, 0x88888888; shr.u32 v, t, 3; sub.u32 v, t, v;"
+    out += " xor.b32 s, $4, v; and.b32 s, s, 0x77777777; shr.u32 v, s, 16;"
+    out += " prmt.b32 a, l0, l1, s; prmt.b32 b, h0, h1, s; prmt.b32 c, l0, l1, v; prmt.b32 d, h0, h1, v;"
+    # channels 0 and 1 of each word, then 2 and 3
+    out += " prmt.b32 e, a, b, 0x5140; prmt.b32 a, a, b, 0x7362; prmt.b32 f, c, d, 0x5140; prmt.b32 c, c, d, 0x7362;"
+    # a channel of both words
+    out += " prmt.b32 b, e, f, 0x5410; prmt.b32 d, e, f, 0x7632; prmt.b32 e, a, c, 0x5410; prmt.b32 f, a, c, 0x7632;"
+    for i, size in enumerate("bdef"):
+        out += f" shl.b32 v, t, {12 - 4 * i}; and.b32 v, v, 0x80008000; or.b32 ${i}, {size}, v;"
     return out + " }"
 
 
@@ -216,6 +245,8 @@ def planes(
         if _INTERPRETED:
             raw = raw.to(tl.float32)
         out = (raw,)
+    elif is_rotated(H.kind) and H.fast:
+        out = _fast_levels(raw, word, H)
     elif is_rotated(H.kind):
         out = _levels(raw, word, H, DTYPE)
     elif H.fast and H.kind == "int":
@@ -240,6 +271,27 @@ def _levels(raw, word, H: tl.constexpr, DTYPE: tl.constexpr):
             x = tl.where(word < H.words, x, 0.0)
         if DTYPE != "fp32" and not _INTERPRETED:
             x = x.to(tl.float16)
+        out = out + (x,)
+    return out
+
+
+@triton.jit
+def _fast_levels(raw, word, H: tl.constexpr):
+    """`_levels` of four bits in the fast path: int16 words → four planes of fp16."""
+    PLANES: tl.constexpr = H.planes
+    levels = tl.inline_asm_elementwise(
+        _levels_asm(),
+        "=r,=r,=r,=r,r",
+        [raw],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    out = ()
+    for i in tl.static_range(PLANES):
+        x = levels[i]
+        if H.words != H.block:
+            x = tl.where(word < H.words, x, tl.full([], 0.0, tl.float16))
         out = out + (x,)
     return out
 

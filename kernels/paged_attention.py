@@ -173,7 +173,7 @@ def _attend(
     k_scale = tl.load(p_k_scale + layer * rows + i_row)
     v_scale = tl.load(p_v_scale + layer * rows + i_row)
     factor = factor * (softmax_scale * _LOG2E)
-    if K.fast and K.kind != "ternary" and K.kind != "int":  # which have no tensor scale
+    if K.fast and (K.kind == "nvfp4" or K.kind == "fp8"):  # which have a tensor scale
         factor = factor * k_scale
     keys = Memory(p_k, p_k_params, p_k_rows, p_row_of, lane, k_scale)
     values = Memory(p_v, p_v_params, p_v_params, p_row_of, lane, v_scale)
@@ -301,7 +301,7 @@ def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
         for i in tl.static_range(PLANES):
             small = small + ((q[i].to(tl.float32) / factor).to(tl.float16),)
         q = small
-        if H.fast and H.kind != "int":
+        if H.fast and H.kind != "int" and not is_rotated(H.kind):
             factor = factor * FAST_FACTOR
     return q, factor
 
@@ -456,7 +456,7 @@ def _scale_of_output(total, v_scale, H: tl.constexpr):
     """What the sum of the weighted values is multiplied with, float32 [G]: 1 / total, and what the fast path has left
     out of the values."""
     scale = 1 / tl.where(total > 0, total, 1.0)
-    if H.fast and H.kind != "int":
+    if H.fast and H.kind != "int" and not is_rotated(H.kind):
         scale = scale * FAST_FACTOR
         if H.kind != "ternary":
             scale = scale * v_scale
@@ -698,6 +698,7 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
     int2 = example("int", 2, dim)
     slow_int2 = example("int", 2, dim, fast=False)
     fp8 = example("fp8", 8, dim)
+    tq4 = example("tq-unbiased", 4, dim)
     rotated = [example("tq-unbiased", bits, dim, fast=False) for bits in (4, 3, 2, 1)]
     return [
         (plain, plain, "*bf16", "*u8"),
@@ -709,6 +710,7 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
         (example("int", 2, dim, by_token=True), int2, "*u8", "*i32"),
         (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
         (fp8, fp8, "*u8", "*u8"),
+        (tq4, tq4, "*i16", "*fp16"),
         *((x, x, "*u8", "*fp16") for x in rotated),
     ]
 
