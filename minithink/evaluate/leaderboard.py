@@ -293,6 +293,7 @@ def as_markdown(parts: Sequence[Part], machines: str) -> str:
     note = (
         "Right, with its 95 % interval. Yours minus it: percentage points, problem by problem, with the 95 % "
         "interval (bootstrap over problems). p: McNemar's exact test, corrected by Holm for all tests of this page. "
+        "With several samples, a problem is right there if all of its samples are. "
         "Bytes: the mean of peaks, of the full cache's on the same machine."
     )
     if any(line.changed for part in parts for line in part.lines):

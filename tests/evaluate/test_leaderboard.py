@@ -17,7 +17,7 @@ from minithink.bench.answers.sweep import digit_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import Record, Run, read
-from minithink.evaluate.leaderboard import Leaderboard, Line, Part
+from minithink.evaluate.leaderboard import Leaderboard, Line, Part, as_markdown
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import Cell, Spec
 from minithink.evaluate.summary import Row, summarize
@@ -120,6 +120,28 @@ def test_every_committed_policy_of_the_setting_is_compared_problem_by_problem(bo
         assert found == difference([float(x) for x in own], [float(x) for x in other])
         assert (line.p, line.corrected) == (mcnemar(own, other), corrected[name])
     assert (lines[MINE_TEXT].less, lines[MINE_TEXT].p) == (None, None)
+
+
+def samples_of(policy: str, *rights: str) -> list[Record]:
+    """Two samples of each problem, at a budget of 25 %."""
+    rows = []
+    for number, of_problem in enumerate(rights):
+        for sample, right in enumerate(of_problem):
+            row = record(policy=policy, budget=0.25, id=f"p{number}", sample=sample, right=right == "1", group="")
+            rows.append(row)
+    return rows
+
+
+def test_of_several_samples_a_problem_is_right_if_all_are(tmp_path: Path) -> None:
+    """In McNemar's test alone: the difference is of shares, and the note says so."""
+    settings = SETTINGS | {"num_samples": 2, "split": "test"}
+    own = samples_of(MINE_TEXT, "11", "10", "11")
+    pool.add(tmp_path, [committed(samples_of("window", "10", "10", "11"), settings)])
+    parts = Leaderboard(tmp_path).parts(Run(Path("x"), settings, [], own, []), summarize(own))
+    line = only(parts)["window"]
+    assert line.less == pytest.approx(1 / 6)
+    assert line.p == mcnemar([True, False, True], [False, False, True])
+    assert "a problem is right there if all of its samples are" in as_markdown(parts, "")
 
 
 def test_a_run_that_cannot_be_compared_stands_without_a_test(tmp_path: Path) -> None:

@@ -145,6 +145,10 @@ def test_the_help_names_the_tables_own_settings(capsys: pytest.CaptureFixture[st
             "LiveCodeBench, is code, which is not graded here: name another one",
         ),
         (["thinkv-table1", "--dataset", "livecodebench", "--output-dir", "x"], "--dataset LiveCodeBench=FILE"),
+        (
+            ["thinkv-table14", "--dataset", "LiveCodeBench=a.jsonl", "--output-dir", "x"],
+            "LiveCodeBench is no dataset of ThinKV's table 14, which has AIME24, AIME25",
+        ),
         (["thinkv-table1", "--dataset", "AIME99", "--output-dir", "x"], "There is no dataset 'AIME99'"),
         (["thinkv-table1", "--dataset", "facts,facts", "--output-dir", "x"], "names facts twice"),
         (["thinkv-table1", "--dataset", "AIME24=", "--output-dir", "x"], "names no file in place of AIME24"),

@@ -102,6 +102,9 @@ def _named(table: Table, text: str) -> Iterator[Chosen]:
         for column in own:
             yield Chosen(column, file, stands=True)
         return
+    if equals and not own and name.casefold() in [code.casefold() for code in CODE]:
+        datasets = dict.fromkeys(column.dataset for column in table.columns)
+        raise UsageError(f"{name} is no dataset of {table.paper}'s {table.place}, which has {', '.join(datasets)}.")
     check_name(text)
     if own:
         for column in own:
