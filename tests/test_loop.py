@@ -69,10 +69,14 @@ POLICIES = (
 ROUNDING = (
     "quant:fmt=fp8",
     "quant:fmt=int4,by=token",
+    "quant:fmt=tq4",
+    "quant:fmt=tq3,v_fmt=tq1,scale=mse",
     "kivi:bits=4",
     "kivi:bits=4,flush=official",
     "rkv:budget=96,buffer=16+quant:fmt=fp8",
+    "rkv:budget=96,buffer=16+quant:fmt=tq4,v_fmt=tq2",
     "thinkv:budget=160,tau=32,retention=16/8/4",
+    "thinkv:budget=160,tau=32,retention=16/8/4,four=tq4,two=tq2",
     "tbq:tau=32",
     "pm_kvq:bits=4,max_len=300,sink=4,window=32",
 )
