@@ -346,6 +346,18 @@ def options_of(policy: Policy) -> dict[str, Any]:
     return options
 
 
+def policy_of(text: str) -> Policy:
+    """A new policy. text: as on a command line. UsageError: it does not exist, or has no vectors."""
+    written = read(text, SETTINGS)
+    for member in written.members:
+        if member.name not in SETTINGS and not is_users(member.cls):
+            raise UsageError(
+                f"Vectors have no file of {member.name}, which only steers, or foresees texts: name one of "
+                f"{', '.join(SETTINGS)}, or all."
+            )
+    return written.make(option="its name alone")
+
+
 def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the metadata of a policy's file.
 
@@ -355,14 +367,7 @@ def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     Raises:
         UsageError: the policy does not exist, or needs what vectors do not have.
     """
-    written = read(text, SETTINGS)
-    for member in written.members:
-        if member.name not in SETTINGS and not is_users(member.cls):
-            raise UsageError(
-                f"Vectors have no file of {member.name}, which only steers, or foresees texts: name one of "
-                f"{', '.join(SETTINGS)}, or all."
-            )
-    policy = written.make(option="its name alone")
+    policy = policy_of(text)
     options = [options_of(member) for member in members(policy)]
     formats = list(policy.storage.formats)
     with explaining():
@@ -416,7 +421,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
-    for name, policy in chosen(args.policies).items():
+    files = chosen(args.policies)
+    for policy in files.values():
+        policy_of(policy)  # before anything is written
+    for name, policy in files.items():
         path = args.output / f"{name}.safetensors"
         write(path, policy)
         print(f"{path}: {policy}, {path.stat().st_size:,} bytes")

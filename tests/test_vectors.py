@@ -148,6 +148,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         ("windows", "window"),
         ("seal", "Vectors have no file of seal, which only steers, or foresees texts: name one of full, window"),
         ("seal+rkv:budget=14", "Vectors have no file of seal"),
+        ("window,seal", "Vectors have no file of seal"),
         ("skipkv:budget=14", "calibration"),
         ("thinkv:budget=22,tau=4,retention=2/1,g=4", "calibration"),
         ("thinkv:tau=4", "thinkv needs a budget in tokens: give its name alone, or thinkv:budget="),
