@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from minithink.cli.commands import INTERRUPTED
@@ -58,8 +59,19 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             f"--trace records one dataset, and this would run {len(parts)}: name one with --dataset, as in "
             f"--dataset {parts[0].job.dataset}."
         )
+    if not args.resume:
+        _refuse_earlier([args.output_dir / part.name for part in parts[1:]])
     with Ranks() as ranks:
         return _run(table, parts, args, argv, ranks)
+
+
+def _refuse_earlier(folders: Iterable[Path]) -> None:
+    """UsageError: a folder holds sequences. It would be refused, too, but after the datasets before it had run."""
+    for folder in folders:
+        if any(path.stat().st_size for path in folder.glob("results*.jsonl")):
+            raise UsageError(
+                f"{folder} holds an earlier run: add --resume to continue it, or give another --output-dir."
+            )
 
 
 def _run(table: Table, parts: list[Part], args: argparse.Namespace, argv: list[str], ranks: Ranks) -> int:

@@ -362,6 +362,17 @@ def test_an_interrupted_table_is_resumed(model: Path, problems: Path, tmp_path: 
     assert len(keys) == len(lines)
 
 
+def test_an_earlier_run_of_a_later_dataset_is_refused_before_anything_runs(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "AIME25").mkdir()
+    (tmp_path / "AIME25" / "results.jsonl").write_text("{}")
+    both = f"AIME24={problems},AIME25={problems}"
+    assert main(command("thinkv-table14", model, both, tmp_path, rows="FullKV")) == 2
+    assert f"{tmp_path / 'AIME25'} holds an earlier run: add --resume to continue it" in capsys.readouterr().err
+    assert not (tmp_path / "AIME24").exists()
+
+
 def parsed(*words: str) -> Any:
     """The options of a command line."""
     import argparse
