@@ -259,7 +259,7 @@ def join(runs: Sequence[Run]) -> list[Record]:
         mine = () if "calibration" in run.settings and "calibration" in runs[0].settings else ("calibration",)
         if differing := differences(runs[0].settings, run.settings, (*COMPARED, *mine)):
             raise UsageError(
-                f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): plot them apart."
+                f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): look at them apart."
             )
     seen: dict[Key, tuple[Run, Record]] = {}
     for run in runs:

@@ -422,7 +422,7 @@ def test_folders_join_if_they_are_comparable(tmp_path: Path) -> None:
         write(tmp_path / name, [record(policy=name)], {**SETTINGS, "calibration": {"layers": layers}})
     g, h, i = (read(tmp_path / name) for name in "ghi")
     assert [r.policy for r in join([read(a), g, h])] == ["full", "g", "h"]
-    with pytest.raises(UsageError, match=r"calibration .*1.* and .*2.*: plot them apart"):
+    with pytest.raises(UsageError, match=r"calibration .*1.* and .*2.*: look at them apart"):
         join([g, i])
     for pair in ([a, d], [a, e]):
         with pytest.raises(UsageError, match="both hold full, problem p0, sample 0, and differ in what it generated"):
