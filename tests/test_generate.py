@@ -153,7 +153,10 @@ def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("window:budget=960B", r"the budget 960B of window is 3 tokens a KV head \(a token takes 320 bytes: 4 KV"),
+        (
+            "window:budget=960B",
+            r"the budget 960B of window is 3 tokens a KV head \(a token's payload is 320 bytes: 4 KV",
+        ),
         ("window:budget=960B", r"has \d+ tokens, and window:budget=960B keeps 3: parts of the question"),
         ("window:budget=3", r"has \d+ tokens, and window:budget=3 keeps 3: parts of the question may be evicted"),
         ("window:budget=90", ""),

@@ -134,7 +134,9 @@ def tokens_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtyp
 def said_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtype: torch.dtype) -> str:
     """What a budget in bytes comes to, in words. policy: with its budget in tokens."""
     of_token = TokenBytes.of(policy, config=config, dtype=dtype)
-    return f"the budget {size} of {policy.name} is {policy.budget:,} tokens a KV head (a token takes {of_token})"
+    return (
+        f"the budget {size} of {policy.name} is {policy.budget:,} tokens a KV head (a token's payload is {of_token})"
+    )
 
 
 @dataclass(frozen=True)

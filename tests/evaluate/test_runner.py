@@ -326,7 +326,7 @@ def test_bytes_are_the_tokens_that_they_hold(
     with monkeypatch.context() as patch:
         interrupt(patch, 4)
         assert main(words) == 130
-    said = f"the budget {size} of window is 12 tokens a KV head (a token takes {one} bytes: 4 KV heads of all layers"
+    said = f"the budget {size} of window is 12 tokens a KV head (a token's payload is {one} bytes: 4 KV heads of all"
     assert said in capsys.readouterr().err
     assert main([*words, "--resume"]) == 0
     assert f"| `window` | {size} (12) |" in capsys.readouterr().out
