@@ -124,7 +124,7 @@ class Leaderboard:
         answers = [run for run in self.runs if journal.INSTRUMENT not in run.key]
         found = [run for run in answers if _setting_of(run.key) == mine]
         if found:
-            return found
+            return [*found, *_without_budget(answers, mine)]
 
         def differing(run: pooled.Run) -> int:
             theirs = _setting_of(run.key)
@@ -252,6 +252,14 @@ class Leaderboard:
             f"The committed runs were made on {escaped(' and '.join(kinds))}, this one on {mine}: where sums are "
             "rounded differently a few texts go on differently, of the same policy, too."
         )
+
+
+def _without_budget(answers: Iterable[pooled.Run], mine: Mapping[str, Any]) -> list[pooled.Run]:
+    """If budgets pay for padding, the runs that have none, such as the full cache: their keys do not name padding."""
+    if mine["padded_budget"] is None:
+        return []
+    unpadded = {**mine, "padded_budget": None, "group": None}
+    return [run for run in answers if run.key["budget"] is None and _setting_of(run.key) == unpadded]
 
 
 def _setting_of(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -207,6 +207,16 @@ def test_equal_problems_and_other_machines_are_the_same_setting(board: Leaderboa
     assert "The committed runs were made on NVIDIA H200 in float32, this one on cuda in bfloat16" in text
 
 
+def test_the_full_cache_stands_beside_runs_whose_budgets_pay_for_padding(tmp_path: Path) -> None:
+    """It has no budget, so its key does not say whether padding was charged."""
+    padded = SETTINGS | {"split": "test", "padded_budget": 8, "group": True}
+    pool.add(tmp_path, [FULL, committed(records_of("window", 0.25, "1100"), padded), RKV])
+    board = Leaderboard(tmp_path)
+    lines = only(board.parts(replace(RUN, settings=padded), summarize(OWN)))
+    assert lines.keys() == {MINE_TEXT, "full", "window"}
+    assert lines["window"].of_full == 0.25
+
+
 @pytest.mark.parametrize(
     ("cell", "settings", "said"),
     [
