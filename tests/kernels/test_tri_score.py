@@ -20,7 +20,7 @@ from minithink.kv.store import PagedStore
 from minithink.ref import tri_score as ref
 from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
-from tests.kernels.stores import STORAGES, filled
+from tests.kernels.stores import STORAGES, filled, rotated
 
 
 def inputs(store: PagedStore, rows: list[int], seed: int, share: float = 0.8) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,8 +62,8 @@ def test_equals_its_twin(
     seed: int,
 ) -> None:
     """In every layer, for all rows or some of them in another order. Freed slots hold NaN."""
-    if name.startswith("tq"):
-        dim = 64  # a power of two, which a Hadamard matrix has
+    if rotated(STORAGES[name]):
+        dim = 64
     store = filled(
         STORAGES[name],
         scope,
