@@ -14,32 +14,23 @@ channels, so a query of D channels counts as D/2 complex numbers, one a band: q_
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.models import load_model
-from minithink.calibrate.problems import dataset_options, graded_of
-from minithink.calibrate.steering import generate
-from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
-from minithink.checkpoint.calibration import CENTERS, METADATA
+from minithink.calibrate.from_texts import calibrate, say
+from minithink.calibrate.problems import graded_of
+from minithink.calibrate.thoughts import add_common_arguments
+from minithink.checkpoint.calibration import CENTERS
 from minithink.cli.commands import INTERRUPTED, positive
-from minithink.cli.models import model_settings
 from minithink.engine import Engine
-from minithink.errors import UsageError, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.model import rope_frequencies
 from minithink.reread.attention import read
-from minithink.results import record
-from minithink.results.files import dumps, rounded
-from minithink.results.files import replace as replace_file
 from minithink.results.progress import progress
-from minithink.sampling import SamplingParams
 
 TOKENS = 100_000  # that are read, by default
 CLOSE = 0.95  # concentration from which on a band's queries count as close together
@@ -59,54 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, read again, average, write."""
-    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
-    examples, args.split = load_examples(args)
-    engine = load_model(args)
-    assert engine.loaded.home is not None
-    folder = args.output or engine.loaded.home.calibration
-    path = folder / CENTERS
-    if path.exists() and not args.replace:
-        raise UsageError(
-            f"{path} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
-        )
-    drawn = drawing_of(engine, args)
-    settings = {
-        "checkpoint": engine.loaded.home.checkpoint,
-        "problems": hash_of(examples),
-        **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts", "tokens")},
-        **dataset_options(args).settings(),
-        **model_settings(args),
-        **drawn,
-        **machine_of(engine),
-    }
-    result = record.new("centers", argv, engine.device, program="minithink.calibrate")
-    record.check(path)
-    texts = folder_of_texts(args.output, settings["checkpoint"])
-    with Journal(texts / "centers.jsonl", settings, args.resume) as journal:
-        try:
-            generate(engine, examples, drawn, journal)
-            lines = sorted(journal.lines, key=lambda line: line["prompt"])
-            tensors, measurements = measure(engine, examples, lines, args.tokens)
-        except KeyboardInterrupt:
-            _say(
-                f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
-                "command with --resume to finish the rest"
-            )
-            return INTERRUPTED
-        result |= {
-            "checkpoint": settings["checkpoint"],
-            "settings": settings,
-            "measurements": measurements,
-            "complete": True,
-        }
-        try:
-            replace_file(path, save(tensors, {METADATA: dumps(rounded(result))}))
-        except OSError as error:
-            raise unwritable("The calibration", path, error, "--output") from None
-        journal.remove()
-    for line in summary(measurements):
+    done = calibrate(args, argv, CENTERS, partial(measure, most=args.tokens), resumed_with=("tokens",))
+    if done is None:
+        return INTERRUPTED
+    path, about = done
+    for line in summary(about["measurements"]):
         print(line)
-    _say(f"written to {path}")
+    say(f"written to {path}")
     return 0
 
 
@@ -151,7 +101,8 @@ def measure(
         most: texts are read until they have so many tokens.
 
     Returns:
-        `center` float32 [L, Hq, D], `norm` float32 [L, Hq, D/2] and `omega` float64 [D/2]; what the metadata say.
+        `center` float32 [L, Hq, D], `norm` float32 [L, Hq, D/2] and `omega` float64 [D/2]; `measurements`, for the
+        metadata.
     """
     config = engine.config
     sums = Sums(config.num_layers, config.num_heads, config.head_dim)
@@ -174,7 +125,7 @@ def measure(
     graded = graded_of(rights)
     right = sum(graded) if graded else None
     about = {"prompts": used, "right": right, "tokens": tokens, **concentration(tensors)}
-    return tensors, about
+    return tensors, {"measurements": about}
 
 
 def concentration(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -204,7 +155,3 @@ def summary(m: Mapping[str, Any]) -> list[str]:
         "of the strongest band of each head: " + " ".join(f"{x:.2f}" for x in m["median_of_strongest"]),
         f"R is above {CLOSE} in {m['close']:.1%} of the bands, and in {m['close_of_strongest']:.1%} of the strongest",
     ]
-
-
-def _say(text: str) -> None:
-    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -20,33 +20,25 @@ Chosen: prompts with right and with wrong answers are pooled as they come (SEAL 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
-from minithink.calibrate.journal import Journal, folder_of_texts
-from minithink.calibrate.models import load_model
-from minithink.calibrate.problems import dataset_options, graded_of, is_right
-from minithink.calibrate.thoughts import add_common_arguments, drawing_of, hash_of, load_examples, machine_of
-from minithink.checkpoint.calibration import METADATA
+from minithink.calibrate.from_texts import calibrate, say
+from minithink.calibrate.problems import graded_of
+from minithink.calibrate.thoughts import add_common_arguments
 from minithink.cli.commands import INTERRUPTED, location
-from minithink.cli.models import model_settings
 from minithink.engine import Engine
-from minithink.errors import MinithinkError, UsageError, escaped, unwritable
+from minithink.errors import MinithinkError
 from minithink.evaluate.datasets import Example
 from minithink.reread.attention import read
-from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
-from minithink.results.files import dumps, rounded
-from minithink.results.files import replace as replace_file
 from minithink.results.progress import progress
-from minithink.sampling import SamplingParams
 from minithink.text.openings import Thought, area, found
 
 FILE = "steering.safetensors"
@@ -69,77 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, read again, fit, write."""
-    SamplingParams(args.temperature or 0, top_p=1 if args.top_p is None else args.top_p, seed=args.seed)
     if args.plot is not None:
         need_matplotlib()
-    examples, args.split = load_examples(args)
-    engine = load_model(args)
-    assert engine.loaded.home is not None
-    folder = args.output or engine.loaded.home.calibration
-    if (folder / FILE).exists() and not args.replace:
-        raise UsageError(
-            f"{folder / FILE} is there already: --replace makes it anew, --output FOLDER puts the new one elsewhere."
-        )
-    drawn = drawing_of(engine, args)
-    settings = {
-        "checkpoint": engine.loaded.home.checkpoint,
-        "problems": hash_of(examples),
-        **{name: getattr(args, name) for name in ("dataset", "split", "num_prompts")},
-        **dataset_options(args).settings(),
-        **model_settings(args),
-        **drawn,
-        **machine_of(engine),
-    }
-    result = record.new("steering", argv, engine.device, program="minithink.calibrate")
-    record.check(folder / FILE)
-    texts = folder_of_texts(args.output, settings["checkpoint"])
-    with Journal(texts / "steering.jsonl", settings, args.resume) as journal:
-        try:
-            generate(engine, examples, drawn, journal)
-            lines = sorted(journal.lines, key=lambda line: line["prompt"])
-            vectors, about = fit(engine, examples, lines, args.labels)
-        except KeyboardInterrupt:
-            _say(
-                f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
-                "command with --resume to finish the rest"
-            )
-            return INTERRUPTED
-        result |= {
-            "checkpoint": settings["checkpoint"],
-            "settings": settings | {"labels": args.labels},
-            **about,
-            "complete": True,
-        }
-        try:
-            replace_file(folder / FILE, save(vectors, {METADATA: dumps(rounded(result))}))
-        except OSError as error:
-            raise unwritable("The calibration", folder / FILE, error, "--output") from None
-        journal.remove()
+    done = calibrate(args, argv, FILE, partial(fit, labels=args.labels), recorded={"labels": args.labels})
+    if done is None:
+        return INTERRUPTED
+    path, about = done
     if args.plot is not None:
         draw(about, args.plot)
     for line in summary(about):
         print(line)
-    _say(f"written to {folder / FILE}")
+    say(f"written to {path}")
     return 0
-
-
-def generate(engine: Engine, examples: Sequence[Example], drawn: Mapping[str, Any], journal: Journal) -> None:
-    """Generate with the full cache the texts that the journal does not hold yet."""
-    done = {line["prompt"]: line["right"] for line in journal.lines}
-    if len(done) == len(examples):
-        return
-    graded = graded_of(done.values())
-    stream = engine.stream([engine.prompt_ids(example.question) for example in examples], fixed=True, **drawn)
-    stream.sequences = [s for s in stream.sequences if s.number not in done]
-    stream.tolerant = False  # no calibration comes from a text that broke off
-    with progress(len(examples), len(done), "full cache", right=sum(graded), graded=len(graded)) as advance:
-        for advanced in stream.advances():
-            for s in advanced:
-                if not s.finish_reason:
-                    continue
-                right = is_right(engine.tokenizer, s, examples[s.number])
-                journal.append({"prompt": s.number, "right": right, "tokens": list(s.tokens)})
-                advance(right)
 
 
 class Sums:
@@ -321,7 +254,3 @@ def draw(about: Mapping[str, Any], path: Path) -> None:
         axes.axhline(0.5, color="#cccccc", linewidth=0.8)
         axes.set(xlabel="layer", ylabel="separation")
         axes.legend()
-
-
-def _say(text: str) -> None:
-    print(f"minithink.calibrate: {escaped(text)}", file=sys.stderr, flush=True)

@@ -6,12 +6,12 @@ To run it alone: pytest tests/calibrate/test_centers.py
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.kv.full import FullCache
 from minithink.model import Rope, rope_frequencies
 from minithink.ref.rope import rope
-from tests.calibrate.run import QUESTIONS
+from tests.calibrate.run import QUESTIONS, content_of, words_of
 from tests.compare import assert_close
 from tests.strategies import example_config
 
@@ -45,27 +45,8 @@ ROTATED_A = torch.tensor(
 )
 
 
-def words(model: Path, problems: Path, **changed: Any) -> list[str]:
-    given: dict[str, Any] = {
-        "model": model,
-        "dataset": problems,
-        "num_prompts": QUESTIONS,
-        "max_new_tokens": 16,
-        "batch_size": 2,
-        "temperature": 0,
-        "device": "cpu",
-        **changed,
-    }
-    out = ["centers"]
-    for name, value in given.items():
-        out += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return out
-
-
-def content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with safe_open(folder / CENTERS, framework="pt") as file:
-        about = json.loads(file.metadata()[METADATA])
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+words = partial(words_of, "centers")
+content = partial(content_of, CENTERS)
 
 
 # The worked example -----------------------------------------------------------------------------------------------

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minithink.calibrate import from_texts, steering
 from minithink.calibrate import problems as grading
-from minithink.calibrate import steering
 from minithink.calibrate.__main__ import main
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.steering import Sums, before_thoughts, separated
@@ -27,7 +27,7 @@ from minithink.evaluate.datasets import load_dataset
 from minithink.loaded import Home
 from minithink.policies import parse
 from minithink.text.openings import Thought
-from tests.calibrate.run import QUESTIONS
+from tests.calibrate.run import QUESTIONS, content_of, words_of
 from tests.compare import assert_close
 
 torch.set_num_threads(1)
@@ -44,27 +44,8 @@ def talking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steering, "found", thoughts)
 
 
-def words(model: Path, problems: Path, **changed: Any) -> list[str]:
-    given: dict[str, Any] = {
-        "model": model,
-        "dataset": problems,
-        "num_prompts": QUESTIONS,
-        "max_new_tokens": 16,
-        "batch_size": 2,
-        "temperature": 0,
-        "device": "cpu",
-        **changed,
-    }
-    out = ["steering"]
-    for name, value in given.items():
-        out += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return out
-
-
-def content(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with safe_open(folder / FILE, framework="pt") as file:
-        about = json.loads(file.metadata()[METADATA])
-        return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118
+words = partial(words_of, "steering")
+content = partial(content_of, FILE)
 
 
 # From end to end --------------------------------------------------------------------------------------------------
@@ -163,14 +144,14 @@ def test_an_interrupted_run_goes_on(
     assert f"interrupted: 2 of {QUESTIONS} prompts are in" in capsys.readouterr().err
     assert main(words(model, problems, output=tmp_path / "parts")) == 2, "it must be asked for"
     assert main(words(model, problems, output=tmp_path / "parts", resume=True)) == 0
-    generate = steering.generate
+    generate = from_texts.generate
 
     def disordered(*args: Any) -> None:
         generate(*args)
         args[-1].lines.append(args[-1].lines.pop(0))  # a resumed run has its lines in another order
 
     with monkeypatch.context() as patch:
-        patch.setattr(steering, "generate", disordered)
+        patch.setattr(from_texts, "generate", disordered)
         assert main(words(model, problems, output=tmp_path / "order")) == 0
     vectors, about = content(tmp_path / "whole")
     for folder in ("parts", "order"):
@@ -345,7 +326,7 @@ def test_the_token_that_stops_a_text_is_no_part_of_its_answer(
 
     monkeypatch.setattr(grading, "grade", grade)
     with Journal(tmp_path / "x.jsonl", {}, False) as journal:
-        steering.generate(engine, [example] * 2, {}, journal)
+        from_texts.generate(engine, [example] * 2, {}, journal)
         assert [line["tokens"] for line in journal.lines] == [[10, 11, 12]] * 2
     assert graded == [engine.tokenizer.decode([10, 11]), engine.tokenizer.decode([10, 11, 12])]
     assert graded[0] != graded[1]
