@@ -155,6 +155,9 @@ class Leaderboard:
         beside = self.same_setting(run.settings)
         whole = {(row.policy, row.budget): row for row in rows if row.group is None}
         full = whole.get((FULL, None))
+        their_full = next((one for one in beside if one.key["policy"] == FULL), None)
+        if their_full is not None:
+            pooled.need(their_full, NEEDED, self.path)
         parts = list[Part]()
         for (policy, budget), row in whole.items():
             if policy == FULL:
@@ -175,7 +178,7 @@ class Leaderboard:
             records.sort(key=lambda r: (r.id, r.sample))
             lines = [own]
             for one in self._at_budget(beside, budget):
-                lines.append(self._line(one, beside, records))
+                lines.append(self._line(one, their_full, records))
             lines.sort(key=lambda line: (-line.right, not line.own, line.policy))
             parts.append(Part(policy, budget, lines))
         return _corrected(parts)
@@ -191,14 +194,9 @@ class Leaderboard:
             best[run.key["policy"]] = max(old, run, key=lambda run: (not run.stale, bool(run.right), run.date))
         return list(best.values())
 
-    def _line(self, run: pooled.Run, beside: Sequence[pooled.Run], own: Sequence[Record]) -> Line:
-        """A committed run beside one's own records, which are in order."""
+    def _line(self, run: pooled.Run, full: pooled.Run | None, own: Sequence[Record]) -> Line:
+        """A committed run beside one's own records, which are in order. full: the committed run of the full cache."""
         pooled.need(run, NEEDED, self.path)
-        full = [other for other in beside if other.key["policy"] == FULL]
-        of_full = None
-        if full:
-            pooled.need(full[0], NEEDED, self.path)
-            of_full = run.row["kv_bytes_peak"] / full[0].row["kv_bytes_peak"]
         line = Line(
             policy=run.key["policy"],
             budget=run.key["budget"],
@@ -208,7 +206,7 @@ class Leaderboard:
             right_high=run.row["pass_at_1_high"],
             generated_mean=run.row["generated_mean"],
             cut_off=run.row["cut_off"],
-            of_full=of_full,
+            of_full=None if full is None else run.row["kv_bytes_peak"] / full.row["kv_bytes_peak"],
             changed=run.state == "stale",
         )
         has_answer = all(record.finish_reason != NON_FINITE for record in own)
