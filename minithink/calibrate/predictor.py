@@ -82,6 +82,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the problems that no predictor is trained on (default: 0.1)",
     )
     add("--transfer", action="store_true", help="also train on each dataset alone, and measure on the others")
+    add(
+        "--learning-curve",
+        type=amounts,
+        default=[],
+        metavar="N,N,…",
+        help="also train on so many of the texts, and measure on the same held-out texts",
+    )
     add("--epochs", type=positive, default=recipe.epochs, metavar="N", help=f"default: {recipe.epochs}")
     add(
         "--batch",
@@ -131,6 +138,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def targets(text: str) -> list[str]:
     """For argparse: different names of TARGETS."""
     return different(text, "target", TARGETS)
+
+
+def amounts(text: str) -> list[int]:
+    """For argparse: different whole numbers, at least 1."""
+    found = [positive(number) for number in text.split(",")]
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} names a number twice")
+    return found
 
 
 def share(text: str) -> float:
@@ -232,11 +247,20 @@ def learn(
     result: dict[str, Any],
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Train the predictors of one target, and put their measurements into the result → the weights of the one that is
-    trained on all datasets, and what its file says of them."""
+    trained on all texts, and what its file says of them."""
     names = args.dataset.split(",")
-    for name in (ALL, *(names if args.transfer and len(names) > 1 else ())):
-        trained, held = held_out(traces, args.num_prompts, args.held_out)
-        own = [t for t in trained if name in (ALL, t.dataset)]
+    trained, held = held_out(traces, args.num_prompts, args.held_out)
+    groups: dict[str, Sequence[Trace]] = {ALL: trained}
+    for name in names if args.transfer and len(names) > 1 else ():
+        groups[name] = [t for t in trained if t.dataset == name]
+    for count in args.learning_curve:
+        if count >= len(trained):
+            raise UsageError(
+                f"--learning-curve {count}: the predictor is trained on {len(trained)} texts; give fewer."
+            )
+        # Spread over all of them, so that each dataset has its share.
+        groups[f"{count} texts"] = [trained[i * len(trained) // count] for i in range(count)]
+    for name, own in groups.items():
         if not own:
             raise UsageError(f"No text of {name} is right: give more --num-prompts, or leave {name} out.")
         said = json.dumps([settings_of(recipe), target, name, [t.path.name for t in own]])

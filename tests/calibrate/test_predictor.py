@@ -455,7 +455,7 @@ def test_each_dataset_alone_for_the_transfer(
     monkeypatch.setattr(predictor, "measured", lambda w, own, held, target, name: [{"trained": name}])
     monkeypatch.setattr(predictor.curves, "draw", lambda path, *rest: asked.append((path.name,)))
     made = [Trace(Path(f"{i}"), i, "xy"[i % 2], 9) for i in range(6)]
-    args: Any = SimpleNamespace(dataset="x,y", transfer=True, num_prompts=6, held_out=0.3)
+    args: Any = SimpleNamespace(dataset="x,y", transfer=True, num_prompts=6, held_out=0.3, learning_curve=[])
     args.traces = tmp_path
     args.plot = tmp_path
     engine: Any = SimpleNamespace(config=SimpleNamespace(hidden_size=8), device="cpu")
@@ -470,6 +470,21 @@ def test_each_dataset_alone_for_the_transfer(
     args.dataset = "x,z"
     with pytest.raises(UsageError, match="No text of z is right"):
         predictor.learn(engine, args, "answer", **given)
+    # Fewer texts, from all parts of the list.
+    args.dataset, args.plot, args.learning_curve = "x", None, [2, 3]
+    asked.clear()
+    predictor.learn(engine, args, "answer", **given)
+    assert asked == [("0", "1", "2", "3"), ("0", "2"), ("0", "1", "2")]
+    assert [x["trained"] for x in result["measurements"]][-2:] == ["2 texts", "3 texts"]
+    args.learning_curve = [4]
+    with pytest.raises(UsageError, match="--learning-curve 4: the predictor is trained on 4 texts; give fewer"):
+        predictor.learn(engine, args, "answer", **given)
+
+
+@pytest.mark.parametrize(("text", "said"), [("3,x", "'x'"), ("0", "'0'"), ("3,3", "'3,3' names a number twice")])
+def test_amounts_of_a_learning_curve_are_checked(text: str, said: str, capsys: Capture) -> None:
+    assert main(["predictor", "--learning-curve", text]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_the_curves_are_drawn(tmp_path: Path) -> None:

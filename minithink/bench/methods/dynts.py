@@ -253,7 +253,8 @@ def together(result: Result) -> Iterator[Row]:
 
 def transfer(result: Result) -> Iterator[Row]:
     """Predictors that are trained on one dataset, on each of them."""
-    return (row for row in result["measurements"] if "all" not in (row["trained"], row["dataset"]))
+    datasets = {row["dataset"] for row in result["measurements"]} - {"all"}
+    return (row for row in result["measurements"] if {row["trained"], row["dataset"]} <= datasets)
 
 
 PREDICTOR = Table(

@@ -43,6 +43,7 @@ PROTECTING = (
     "raas",
     "random_attention",
     "skipkv",
+    "triattention",
 )
 
 RKV = "rkv:buffer=16,protect_prompt=true"  # R-KV in comparisons: GRID's buffer, the prompt stays

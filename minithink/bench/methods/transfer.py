@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import chain
 
 from minithink.bench.methods import Sweep, Transfer
-from minithink.bench.methods.settings import of, protected
+from minithink.bench.methods.settings import of, protected, unprotected
 from minithink.evaluate.texts import REFERENCE
 
 BUDGETS = (0.125, 0.25, 0.5)
@@ -53,6 +53,9 @@ EVICTING = {
     "tbe": ("tbe", "", "tau=64", "tau=32"),
     "thinkv": ("thinkv", "", "precision=R4E4T4", "tau=64"),
     "thinkv:types=1": ("thinkv", "types=1", "types=1,tau=64", "types=1,tau=32"),
+    "keydiff": ("keydiff", "schedule=interval:16", "schedule=interval:16,recent=32", "schedule=interval:64"),
+    "knorm": ("knorm", "schedule=interval:16", "schedule=interval:16,recent=32", "schedule=interval:64"),
+    "triattention": ("triattention", "buffer=16", "buffer=16,recent=32", "buffer=16,share=layers"),
 }
 KEEPING = {
     "kivi": ("kivi", "", "residual=64", "residual=32"),
@@ -72,15 +75,23 @@ for _name, (_policy, *_settings) in (EVICTING | KEEPING).items():
 BEST: dict[str, str] = {}
 CHOSEN = {name: texts[0] for name, texts in TRIES.items()} | BEST
 
-FOUR_BITS = tuple(f"{CHOSEN[name]}+quant:fmt=nvfp4" for name in ("rkv", "random_attention"))
+FEW_BITS = (
+    *(f"{CHOSEN[name]}+quant:fmt=nvfp4" for name in ("rkv", "random_attention", "triattention")),
+    f"{CHOSEN['rkv']}+quant:fmt=tq4",
+    f"{CHOSEN['triattention']}+quant:fmt=tq4",
+    f"{CHOSEN['triattention']}+quant:fmt=tq3",
+    of("thinkv", "four=tq4", "two=tq2"),
+)
+# TriAttention protects its prompt, and the baselines of its paper do not protect theirs: here both do neither.
+UNPROTECTED = tuple(unprotected(CHOSEN[name]) for name in ("rkv", "triattention"))
 CRYSTAL = ("crystal_kv", *(f"crystal_kv:{setting}" for setting in ("birth=0", "lam=0.8", "lam=1", "p=0.5", "p=0.7")))
-FORMATS = ("fp8", "int8", "nvfp4", "int4", "int4s", "int2", "int2s", "ternary")
+FORMATS = ("fp8", "int8", "nvfp4", "int4", "int4s", "int2", "int2s", "ternary", "tq4", "tq3", "tq2", "tq1")
 WITHOUT_SETTINGS = (
     *(f"quant:fmt={name}" for name in FORMATS),
     "tbq:precision=R4E4T4",
     "tbq:types=1",
 )
-ALL = tuple(dict.fromkeys((*CHOSEN.values(), *FOUR_BITS, *CRYSTAL, *WITHOUT_SETTINGS)))
+ALL = tuple(dict.fromkeys((*CHOSEN.values(), *FEW_BITS, *UNPROTECTED, *CRYSTAL, *WITHOUT_SETTINGS)))
 
 SWEEPS = {
     "transfer": Sweep(

@@ -95,7 +95,7 @@ class Side:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Measure, write after every line, print."""
+    """Measure, write after every policy of every pair of processes, print when the last pair has measured it."""
     other = args.other.resolve()
     if not (other / "minithink" / "__init__.py").is_file():
         raise UsageError(f"{quoted(str(args.other))} is no checkout of minithink: it has no minithink/__init__.py.")
@@ -110,7 +110,17 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "other": commit_of(other),
     }
     path = record.output(args, name)
-    return record.collect(path, result, measurements(args, other), line)
+    latest = dict[tuple[str, int], record.Measurement]()  # by policy and sequences
+    for m in measurements(args, other):
+        latest[m["policy"], m["batch"]] = m
+        result["measurements"] = list(latest.values())
+        record.write(path, result)
+        if len(m["ratios"]) == args.processes:
+            print(line(m), flush=True)
+    result["complete"] = True
+    record.write(path, result)
+    print(f"written to {path}", file=sys.stderr)
+    return 0
 
 
 def _refuse_own(policies: Sequence[str]) -> None:
@@ -124,10 +134,10 @@ def _refuse_own(policies: Sequence[str]) -> None:
 
 
 def measurements(args: argparse.Namespace, other: Path) -> Iterator[record.Measurement]:
-    """A measurement for every policy and number of sequences, while the last pair of processes works."""
+    """A measurement for every policy and number of sequences, of all pairs of processes so far."""
     batches = args.batch or ([1, 64, 256] if args.device == "cuda" else [1, 8])
     pairs: dict[tuple[str, int], list[dict[str, list[float]]]] = {}
-    for number in range(args.processes):
+    for _ in range(args.processes):
         with ExitStack() as stack:
             sides = {}
             for name, root in ((HERE, ROOT), (THERE, other)):
@@ -137,8 +147,7 @@ def measurements(args: argparse.Namespace, other: Path) -> Iterator[record.Measu
                 for batch in batches:
                     found = pairs.setdefault((policy, batch), [])
                     found.append(turns_of_a_pair(sides, policy, batch, args))
-                    if number == args.processes - 1:
-                        yield {"policy": policy, "batch": batch, **summary(found, args.steps)}
+                    yield {"policy": policy, "batch": batch, **summary(found, args.steps)}
 
 
 def turns_of_a_pair(

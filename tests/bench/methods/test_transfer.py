@@ -17,8 +17,7 @@ def test_every_policy_is_compared_with_equally_many_tries() -> None:
     compared = {text.partition("+")[0].partition(":")[0] for text in lists.ALL}
     recorded = {name for name in POLICIES if name.endswith("_oracle")}
     of_prompts = {"snapkv"}
-    unmeasured = {"keydiff", "knorm", "triattention"}
-    assert compared == set(POLICIES) - recorded - of_prompts - unmeasured - {"full"}
+    assert compared == set(POLICIES) - recorded - of_prompts - {"full"}
 
 
 def test_policies_of_few_bits_have_the_settings_of_their_parts() -> None:

@@ -40,6 +40,29 @@ def test_both_sides_decode_in_turns(
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+def test_what_is_measured_stays_when_it_breaks_off(
+    other: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"here": [1.0], "there": [2.0]}
+    turns = iter([pair, pair, pair])
+
+    def next_turns(*_: object) -> dict[str, list[float]]:
+        found = next(turns, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr(versus, "Side", lambda root, device: Namespace(end=lambda: None))
+    monkeypatch.setattr(versus, "turns_of_a_pair", next_turns)
+    path = tmp_path / "x.json"
+    amounts = ["--policies", "full", "--batch", "1", "2", "--processes", "2", "--output", str(path)]
+    main(["versus", str(other), *amounts])
+    result = record.read(path)
+    assert not result["complete"]
+    assert [(m["batch"], m["ratio_by_pair"]) for m in result["measurements"]] == [(1, [2.0, 2.0]), (2, [2.0])]
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
 def test_the_side_that_begins_alternates() -> None:
     asked = list[tuple[str, int]]()
 
