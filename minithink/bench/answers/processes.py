@@ -22,8 +22,17 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def never(item: object) -> bool:
+    """For `spread`: no item waits."""
+    return False
+
+
 def spread(
-    work: Callable[[Item], Result], items: Sequence[Item], processes: int, log: Callable[[Item], Path]
+    work: Callable[[Item], Result],
+    items: Sequence[Item],
+    processes: int,
+    log: Callable[[Item], Path],
+    waits: Callable[[Item], bool] = never,
 ) -> Iterator[tuple[Item, Result | Exception]]:
     """Call work(item) for each item, in new processes that share the CPU's cores → each item with its result or its
     exception, in the order in which the calls end.
@@ -36,14 +45,17 @@ def spread(
         work: can be pickled, as its items and results can.
         processes: the most that run at a time.
         log: the file to whose end a call writes its output.
+        waits: whether an item must not begin yet. It is asked again after each result. Items that still wait when all
+            calls have ended are left out.
 
     Raises:
         KeyboardInterrupt: after an interrupt, when all running calls have ended.
         MinithinkError: all processes were killed, and items are left.
     """
     context = get_context("spawn")
-    todo = list(reversed(items))
+    todo = list(items)
     interrupted = False
+    idle = list[Any]()  # our ends of the pipes to processes without work
     busy = dict[Any, Item]()  # our end of the pipe to a process → the item that it works on
     started = list[Any]()
     threads = max(1, (os.cpu_count() or 1) // processes)
@@ -53,27 +65,38 @@ def spread(
         process.start()
         started.append(process)
         theirs.close()
-        busy[ours] = todo.pop()
-        ours.send((busy[ours], log(busy[ours])))
+        idle.append(ours)
+
+    def begin() -> None:
+        """Give idle processes what need not wait, and end them if nothing is left."""
+        ready = [item for item in todo if not waits(item)]
+        for item, ours in zip(ready, idle[: len(ready)], strict=False):
+            todo.remove(item)
+            idle.remove(ours)
+            busy[ours] = item
+            ours.send((item, log(item)))
+        while idle and not todo:
+            idle.pop().close()
+
+    begin()
     while busy:
         try:
-            ready: list[Any] = connection.wait(list(busy))
-            for ours in ready:
+            ended: list[Any] = connection.wait(list(busy))
+            for ours in ended:
                 item = busy.pop(ours)
+                result: Any
                 try:
                     result = ours.recv()
                 except (EOFError, ConnectionResetError):
                     ours.close()
-                    yield item, MinithinkError(f"Its process was killed, out of memory perhaps: see {log(item)}.")
-                    continue
+                    result = MinithinkError(f"Its process was killed, out of memory perhaps: see {log(item)}.")
+                else:
+                    idle.append(ours)
                 if isinstance(result, KeyboardInterrupt):
                     raise result
-                if todo:
-                    busy[ours] = todo.pop()
-                    ours.send((busy[ours], log(busy[ours])))
-                else:
-                    ours.close()  # its process ends
+                begin()
                 yield item, result
+                begin()  # the result may have been what others waited for
         except KeyboardInterrupt as stop:
             todo.clear()
             interrupted = True
@@ -82,8 +105,10 @@ def spread(
                     os.kill(process.pid, signal.SIGTERM)
     if interrupted:
         raise KeyboardInterrupt
-    if todo:
+    if todo and not idle:
         raise MinithinkError(f"All {processes} processes were killed; {len(todo)} parts of the work were not begun.")
+    for ours in idle:
+        ours.close()
 
 
 def _serve(pipe: connection.Connection, work: Callable[[Item], Result], threads: int) -> None:

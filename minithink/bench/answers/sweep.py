@@ -317,7 +317,7 @@ def unchecked(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Wanted
 
 def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) -> None:
     """Run the cells with these keys, --processes at a time, and add each to the pool when it ends. The full cache is
-    first. Cells whose budgets are shares of what it generates begin when it and all others have ended.
+    first. Cells whose budgets are shares of what it generates wait for it, in each family.
 
     Raises:
         MinithinkError: a cell failed. Several processes run the others, but for those that need a full cache that
@@ -325,35 +325,40 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
         KeyboardInterrupt: what has finished is in the pool, and the rest can be resumed.
     """
     work = partial(recheck if args.recheck else evaluated, args, argv)
+    ordered = sorted(keys, key=lambda key: (key["policy"] != FULL, needs_length(key)))
+    without_full = {
+        key["dataset"] for key in keys if key["policy"] == FULL
+    }  # families whose full cache has not ended
     errors = list[Exception]()
     done = 0
-    full_failed = False
-    for later in (False, True):
-        if full_failed:
-            break
-        some = [key for key in keys if needs_length(key) == later]
-        some.sort(key=lambda key: key["policy"] != FULL)
-        if args.processes > 1 and not args.finished:
-            each = spread(work, some, args.processes, partial(log_of, args))
+    if args.processes > 1 and not args.finished:
+        each = spread(
+            work,
+            ordered,
+            args.processes,
+            log=partial(log_of, args),
+            waits=lambda key: needs_length(key) and key["dataset"] in without_full,
+        )
+    else:
+        each = ((key, work(key)) for key in ordered)
+    for key, found in each:
+        done += 1
+        if isinstance(found, Exception):
+            errors.append(found)
+            said = str(found)
+        elif not found:  # with --finished: it is not whole
+            continue
         else:
-            each = ((key, work(key)) for key in some)
-        for key, found in each:
-            done += 1
-            if isinstance(found, Exception):
-                errors.append(found)
-                full_failed |= key["policy"] == FULL
-                said = str(found)
-            elif not found:  # with --finished: it is not whole
-                continue
-            else:
-                pool.add(args.results, found)
-                said = ", ".join(map(_said_of_run, found))
-                if args.discard:
-                    shutil.rmtree(folder_of(args, key), ignore_errors=True)
-                    log_of(args, key).unlink(missing_ok=True)
-            parts = (key["dataset"], key["policy"], key["budget"])
-            cell = ", ".join(str(part) for part in parts if part is not None)
-            print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
+            pool.add(args.results, found)
+            said = ", ".join(map(_said_of_run, found))
+            if args.discard:
+                shutil.rmtree(folder_of(args, key), ignore_errors=True)
+                log_of(args, key).unlink(missing_ok=True)
+            if key["policy"] == FULL:
+                without_full.discard(key["dataset"])
+        parts = (key["dataset"], key["policy"], key["budget"])
+        cell = ", ".join(str(part) for part in parts if part is not None)
+        print(f"{done} of {len(keys)}: {cell}: {said}", file=sys.stderr, flush=True)
     if errors:
         raise errors[0]
 

@@ -63,6 +63,20 @@ def test_what_fails_stops_nothing_else(tmp_path: Path) -> None:
     assert isinstance(found[6], tuple)
 
 
+def test_what_waits_begins_when_a_result_allows_it(tmp_path: Path) -> None:
+    """However many processes are idle. What is never allowed is left out."""
+    ended = list[int]()
+
+    def waits(x: int) -> bool:
+        return x == 9 or (x == 7 and 2 not in ended)
+
+    for x, result in spread(work, [9, 7, 1, 2], 3, partial(log_of, tmp_path), waits):
+        assert isinstance(result, tuple)
+        assert x != 7 or 2 in ended
+        ended.append(x)
+    assert sorted(ended) == [1, 2, 7]
+
+
 def test_when_all_processes_are_killed(tmp_path: Path) -> None:
     found = spread(work, [5, 6], 1, partial(log_of, tmp_path))
     assert isinstance(next(found)[1], MinithinkError)

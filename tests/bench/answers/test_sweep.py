@@ -6,6 +6,7 @@ import argparse
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,25 +280,33 @@ def test_several_processes_fill_one_pool(
 def test_what_needs_no_length_of_the_full_cache_does_not_wait(
     tmp_path: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And if such a run fails, the others are run; only if the full cache fails, shares of it are not."""
+    """Shares of it wait for the full cache of their family, and are not run if that fails."""
     one = replace(sweep.SWEEPS["snapkv"], policies=("window", "quant:fmt=int8"))
     monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
-    asked = list[list[str]]()
-    broken = "quant:fmt=int8"
+    waiting = list[set[tuple[str, str]]]()  # before each result
+    broken = ("facts", "quant:fmt=int8")
 
-    def spread(work: Any, keys: list[Any], processes: int, log: Any) -> Any:
-        asked.append([key["policy"] for key in keys])
+    def spread(work: Any, keys: list[Any], processes: int, log: Any, waits: Any) -> Any:
+        assert [key["policy"] for key in keys] == ["full"] * 2 + ["quant:fmt=int8"] * 2 + ["window"] * 2
         for key in keys:
-            yield key, MinithinkError("no room") if key["policy"] == broken else []
+            waiting.append({(k["dataset"], k["policy"]) for k in keys if waits(k)})
+            if not waits(key):
+                broke = (key["dataset"], key["policy"]) == broken
+                yield key, MinithinkError("no room") if broke else [run_of(key)]
+
+    def run_of(key: Any) -> Any:
+        return SimpleNamespace(row={"pass_at_1": 1.0}, stale="")
 
     monkeypatch.setattr(sweep, "spread", spread)
+    monkeypatch.setattr(pool, "add", lambda *_: None)
     words = [*words_of(tmp_path, "snapkv"), "--families", "facts", "ledger", "--processes", "2"]
+    facts, ledger = ("facts", "window"), ("ledger", "window")
     assert main(words) == 1
-    first = ["full", "full", "quant:fmt=int8", "quant:fmt=int8"]
-    assert asked == [first, ["window", "window"]]
-    broken = "full"
+    assert waiting == [{facts, ledger}, {ledger}, set(), set(), set(), set()]
+    broken = ("facts", "full")
+    waiting.clear()
     assert main(words) == 1
-    assert asked[2:] == [first]
+    assert waiting == [{facts, ledger}, {facts, ledger}, *[{facts}] * 4]
     assert "no room" in capsys.readouterr().err
 
 
