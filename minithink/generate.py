@@ -34,7 +34,7 @@ from minithink.cli.commands import (
     tokens_or_bytes,
 )
 from minithink.cli.cores import MANY, Interruptions
-from minithink.cli.models import add_model_arguments, model_options
+from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.cli.process import INTERRUPTED
 from minithink.cli.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.cli.terminal import Screen, counter, until_interrupted
@@ -160,9 +160,12 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
         return None
     from minithink.trace.recorder import Recorder
 
-    names = ("model", "template", "policy", "budget", "schedule", "seed", "temperature")
-    about = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return Recorder(args.trace, engine.tokenizer, about={"model": "tiny", **about})
+    about = {"model": model_name(args.model or "tiny", args.adapter), **model_settings(args)}
+    for name in ("policy", "budget", "schedule", "seed", "temperature"):
+        value = getattr(args, name)
+        if value is not None:
+            about[name] = value
+    return Recorder(args.trace, engine.tokenizer, about=about)
 
 
 def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:

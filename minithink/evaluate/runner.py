@@ -621,7 +621,9 @@ class Evaluation:
         """What a trace's page shows about its sequence."""
         names = ("model", "dataset", "split", "schedule", "seed", "temperature")
         about = {"policy": key.policy, "budget": key.budget, "problem": key.id, "sample": key.sample}
-        return {k: v for k, v in {**about, **{n: self.settings[n] for n in names}}.items() if v is not None}
+        about |= {name: self.settings[name] for name in names}
+        about |= model_settings(self.job)
+        return {name: value for name, value in about.items() if value is not None}
 
     def _record(
         self,

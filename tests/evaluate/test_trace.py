@@ -138,11 +138,14 @@ def test_one_cell_is_recorded_in_the_file_itself(model: Path, problems: Path, tm
         limit=2,
         schedule="every",
         split=None,
+        think_tags="[THINK],[/THINK]",
         trace=tmp_path / "deep" / "run.trace",
     )
     trace = the_trace(tmp_path / "deep" / "run.trace")
     about = {"policy": "window", "budget": 12, "schedule": "every", "problem": "p0", "sample": 0}
-    assert about.items() <= trace.head.about.items()
+    found = trace.head.about
+    assert found.pop("think_tags") == ["[THINK]", "[/THINK]"]
+    assert about.items() <= found.items()
     [want, _] = load(model, device="cpu").generate(
         QUESTIONS[:1], max_new_tokens=NEW, num_samples=2, policy="window", budget=12
     )

@@ -173,6 +173,16 @@ def test_without_a_policy_the_full_cache_is_traced(checkpoint: Path, tmp_path: P
     capsys.readouterr()
 
 
+def test_a_trace_says_how_the_model_was_spoken_to(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "run.trace"
+    argv = ["--model", str(checkpoint), "Alpha", "--max-new-tokens", "2", "--trace", str(path)]
+    assert generate.main([*argv, "--template", "enable_thinking=false", "--think-tags", "[THINK],[/THINK]"]) == 0
+    about = read(path).head.about
+    assert about["template"] == {"enable_thinking": False}
+    assert about["think_tags"] == ["[THINK]", "[/THINK]"]
+    capsys.readouterr()
+
+
 def test_a_trace_names_the_embedded_model(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "run.trace"
     assert generate.main(["--device", "cpu", "--max-new-tokens", "1", "--trace", str(path)]) == 0
