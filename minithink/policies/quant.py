@@ -20,7 +20,7 @@ GROUP = 16
 class Quant(Policy):
     """Keep everything in one format."""
 
-    fmt: str = "nvfp4"  # the keys' format: a name of minithink/quant, without options
+    fmt: str = "nvfp4"  # the keys' format by its name alone: nvfp4, fp8, int4, tq3, ternary and others
     v_fmt: str = ""  # the values' format; "": as the keys
     group: int | None = None  # elements that share a scale, in formats with groups: 16, 32, 64 or 128; none: 16
     by: str = "channel"  # what a group of keys runs along: channel or token; values always by channel

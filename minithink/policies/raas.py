@@ -42,7 +42,7 @@ class RaaS(Policy):
 
     budget: int | None = None  # tokens that a layer keeps, the prompt's included
     share: float = 0.5  # r, of the tokens (or pages): those with the most attention matter
-    alpha: float | None = None  # α, attention from which on a token (or page) matters; None: `share` decides
+    alpha: float | None = None  # α, attention from which on a token (or page) matters; none: `share` decides
     page: int = 1  # tokens of a page; the authors' pages have 16
     form: Literal["paper", "official"] = "paper"  # the paper's rules, or those of the authors' code
     schedule: str = "every"

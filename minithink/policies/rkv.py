@@ -51,15 +51,15 @@ class Rkv(Scored):
     budget: int | None = None  # tokens that a KV head keeps, the prompt's and the last α included
     lam: float = 0.1  # λ, weight of importance against redundancy, 0 to 1
     alpha: int = 8  # α, tokens: newest queries that score, and newest keys that always stay
-    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction (not `Storage.buffer`)
+    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
     threshold: float = 0.5  # T, cosine above which two keys are similar
-    recent: float = 0.0  # the newest tokens get this share of the room (`Policy.room`), 0 to 1, if it is more than α
+    recent: float = 0.0  # share, 0 to 1, of the places beside protected tokens: for the newest, if it is more than α
     kernel_size: int = 7  # k, keys: width of the pooling along the sequence, odd
     pooling: Literal["max", "avg"] = "max"
     global_clock: bool = False  # evict when the whole sequence passes a multiple of `buffer` tokens
-    schedule: str = "every"  # other rules of when to evict, and down to what (`kv/schedule.py`)
+    schedule: str = "every"  # when to evict in place of the buffer: interval:N, sawtooth:GROW/KEEP, share:R/L
     protect_prompt: bool = False
-    exempt_answer: bool = False  # evict only while the model thinks; the code's compression_content="think"
+    exempt_answer: bool = False  # evict only while the model thinks: compression_content="think" of the authors
     # Move the remaining tokens together after an eviction: before the next step (gather), or beside it (overlapped).
     # The generated tokens are the same.
     compaction: Literal["none", "gather", "overlapped"] = "none"

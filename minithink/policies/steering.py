@@ -37,8 +37,8 @@ class Steered(Policy):
 
     alpha_0: float = 1.0  # α_0, the strength at the beginning; 0: none
     at: Literal["every", "boundary"] = "every"  # every token of the thinking, or those that end a blank line
-    layer: int | None = None  # L_s, from 0; None: the one that the calibration recommends
-    vector: Literal["plain", "matched"] = "plain"  # V as above, or of thoughts after equal kinds of sentences
+    layer: int | None = None  # L_s, from 0; none: the one that the calibration recommends
+    vector: Literal["plain", "matched"] = "plain"  # V, or the vector of thoughts after equal kinds of sentences
 
     def __post_init__(self) -> None:
         check_strength(self.name, "alpha_0", self.alpha_0)

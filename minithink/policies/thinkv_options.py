@@ -28,7 +28,7 @@ class ThinKVOptions(Policy):
     Raises UsageError if a value makes no sense, or contradicts another.
     """
 
-    budget: int | None = None  # k, tokens that a lane may hold, prompt and buffer included; None: no limit
+    budget: int | None = None  # k, tokens that a lane may hold, prompt and buffer included; none: no limit
     tau: int = 128  # τ, tokens of a segment
     retention: str = "64/32/16/8/4"  # R: a segment that is annealed the n-th time keeps the n-th number of tokens
     hard_budget: bool = True  # never hold more than the budget; false: all ended segments keep their minimum
@@ -41,7 +41,7 @@ class ThinKVOptions(Policy):
     key_axis: Literal["channel", "token"] = "token"
     g: int = 16  # tokens that are quantized together, and elements that share a scale
     block: int = 8  # tokens of a page, a power of two
-    types: int = 3  # |T|
+    types: int = 3  # |T|, the number of thought types
     thoughts: Literal["sparsity", "keyword"] = "sparsity"  # the type comes from attention, or from words
     layers: str = ""  # L*, as in 2/3/5/6; "": the model's calibration
     thresholds: str = ""  # θ1/θ2, ascending; "": the model's calibration

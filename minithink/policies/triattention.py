@@ -43,7 +43,7 @@ class TriAttention(Scored):
     """Keep the tokens whose keys suit the centre of the queries."""
 
     budget: int | None = None  # tokens that a KV head keeps, the prompt's included
-    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction (not `Storage.buffer`)
+    buffer: int = 128  # tokens beyond the budget that are gathered before an eviction
     # Which lanes keep the same tokens: none, those of a KV head in all layers, or all.
     share: Literal["head", "layers", "all"] = "head"
     reach: int = 65536  # positions: the largest distance δ of a future query; the others are the powers of two below

@@ -40,7 +40,7 @@ class VaSE(Scored):
     budget: int | None = None  # B, tokens that a KV head keeps, the prompt's and the last b included
     variant: Literal["attnv", "dkv"] = "attnv"  # which of the method's two scores is used
     buffer: int = 64  # b, tokens: newest ones that always stay, and those gathered beyond B before an eviction
-    n_large: int | None = None  # tokens of L; None: a quarter of the budget, and at least n_sink
+    n_large: int | None = None  # tokens of L; none: a quarter of the budget, and at least n_sink
     n_sink: int = 4  # sinks: tokens at the first positions, which stay
     temperature: float = 1.0  # of the softmax
     smooth: int = 5  # k, keys: width of the pooling along the sequence, odd; 1: none

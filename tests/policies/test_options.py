@@ -3,6 +3,7 @@ tests/policies/test_options.py"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 
 import pytest
@@ -20,6 +21,16 @@ def test_every_option_is_explained_in_a_line(name: str) -> None:
             assert 0 < len(meaning) <= 1.5 * LONG, (field.name, meaning)
             assert "type: ignore" not in meaning
             assert not meaning.startswith(("-", "#"))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_internal_name_explains_an_option(name: str) -> None:
+    said = meanings(POLICIES[name])
+    options = {field.name for field in fields(POLICIES[name]) if field.init}  # type: ignore[arg-type]
+    for option in options:
+        meaning = said[option]
+        assert set(re.findall("`(.*?)`", meaning)) <= options, (option, meaning)
+        assert not re.search(r"\.py|\bkv/|minithink|\bNone\b|\bself\b", meaning), (option, meaning)
 
 
 @dataclass
