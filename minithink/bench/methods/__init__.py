@@ -70,7 +70,7 @@ class Table:
     files: tuple[str, ...] = ()
     kind: str = ""  # kind of cases; if given, the rows name their own runs (`tables/markdown.py`)
     goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind, below the table
-    shipped: Path | None = None  # path of the result, if it lies beside the model
+    shipped: tuple[Path, ...] = ()  # paths of the results, if they lie beside a model; several: as with `files`
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
 python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
+python -m minithink.calibrate centers --model FOLDER         whether queries lie around a centre
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from itertools import chain
 from typing import Any
 
 from minithink.bench.methods import Result, Row, Table
+from minithink.engine import TINY
 from minithink.evaluate.loss_summary import Above, difference_text
 from minithink.evaluate.summary import FULL, budget_text
 
 ATTENTION = ("backbone-attention", "embedded-attention")
 LOSS = ("backbone-loss", "embedded-loss")
+MODELS = ("smollm2-think", "tiny", "tiny-control")  # whose centres of queries ship beside them
 THREE = 3  # modes that ThinKV wants, one for each type of thought
 
 
@@ -138,6 +141,34 @@ def needs_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+def centers(result: Result) -> Iterable[Row]:
+    """How closely the queries of a band of a head lie around their centre: a row for each model."""
+    for name, one in zip(MODELS, result["each"], strict=True):
+        m = one["measurements"]
+        medians = m["median"]
+        strongest = m["median_of_strongest"]
+        yield {
+            "model": f"{name} `{one['checkpoint']}`",
+            "least": min(medians),
+            "most": max(medians),
+            "close": m["close"],
+            "strongest_least": min(strongest),
+            "strongest_most": max(strongest),
+            "strongest_close": m["close_of_strongest"],
+        }
+
+
+def centers_said(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    tokens = ", ".join(f"{one['measurements']['tokens']:,}" for one in result["each"])
+    yield (
+        "R: the length of the mean query of a band of a head before RoPE, divided by the mean length; 1: all queries "
+        "point the same way. Strongest: the band of a head with the longest queries. Medians: of a layer's bands, "
+        f"the least and the most of the layers. Texts of the models' own, {tokens} tokens."
+    )
+    yield ""
+
+
 LAYERS = Table(
     (
         ("layer", "layer", "{}"),
@@ -176,6 +207,18 @@ TABLES = {
         rows=needs,
         said=needs_said,
         files=ATTENTION,
+    ),
+    "backbone-centers": Table(
+        (
+            ("model", "model", "{}"),
+            ("R of all bands: median", ("least", "most"), "{:.2f} to {:.2f}"),
+            ("above 0.95", "close", "{:.1%}"),
+            ("R of the strongest bands: median", ("strongest_least", "strongest_most"), "{:.2f} to {:.2f}"),
+            ("above 0.95", "strongest_close", "**{:.1%}**"),
+        ),
+        rows=centers,
+        said=centers_said,
+        shipped=tuple(TINY.parent / name / "centers.safetensors" for name in MODELS),
     ),
     **dict.fromkeys(ATTENTION, LAYERS),
 }

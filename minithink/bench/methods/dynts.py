@@ -269,14 +269,14 @@ PREDICTOR = Table(
     ),
     rows=together,
     said=texts_of,
-    shipped=TINY / "predictor.json",
+    shipped=(TINY / "predictor.json",),
 )
 TRANSFER = Table(
     (("target", "target", "{}"), ("trained on", "trained", "{}")),
     rows=transfer,
     across="dataset",
     cells=(("{}: MSE, of the variance", lambda m: m["mse"] / m["variance"], "{:.0%}"), ("τ", "tau", "**{:.2f}**")),
-    shipped=TINY / "predictor.json",
+    shipped=(TINY / "predictor.json",),
 )
 
 

@@ -282,6 +282,6 @@ TABLES = {
         ),
         rows=by_layer,
         said=texts,
-        shipped=TINY / "steering.safetensors",
+        shipped=(TINY / "steering.safetensors",),
     ),
 }

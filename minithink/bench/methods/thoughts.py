@@ -79,4 +79,4 @@ TABLES = {
     ),
     **dict.fromkeys(("thresholds", "thresholds-2"), THRESHOLDS),
 }
-TABLES |= {name: replace(TABLES[name], shipped=TINY / file) for name, file in FILES.items()}
+TABLES |= {name: replace(TABLES[name], shipped=(TINY / file,)) for name, file in FILES.items()}

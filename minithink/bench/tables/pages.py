@@ -111,8 +111,8 @@ class Source:
         if comparison is not None:
             return [(self.folder / pool.FILE, self.of_sweep(comparison[1]))]
         table = TABLES[name]
-        if table.shipped is not None:
-            paths = [table.shipped]
+        if table.shipped:
+            paths = [*table.shipped]
         else:
             paths = [self.folder / f"{file}.json" for file in table.files or (table.file or name,)]
         return [(path, record.read(path)) for path in paths]
@@ -212,7 +212,7 @@ def lines_of(table: Table, result: Result) -> list[str]:
         _, field, fmt = table.columns[0]
         title = partial(cell, field=field, fmt=fmt)
         lines += compare.lines(table.goals, result["measurements"], table.kind, title)
-    if table.files:
+    if "each" in result:
         return lines + [source_of(one) for one in result["each"]]
     lines.append(source_of_rows(result, rows, table.kind) if table.kind else source_of(result))
     return lines

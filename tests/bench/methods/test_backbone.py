@@ -119,3 +119,18 @@ def test_needs_and_layers(folder: Path) -> None:
 
 def test_the_tables_are_there() -> None:
     assert set(TABLES) == {"backbone", "backbone-needs", "backbone-attention", "embedded-attention"}
+
+
+def test_centers_of_queries_a_row_for_each_model() -> None:
+    def of(checkpoint: str, close: float) -> dict[str, Any]:
+        result = head("centers", "x", checkpoint)
+        medians = {"median": [0.5, 0.25], "median_of_strongest": [0.75, 1.0]}
+        return result | {"measurements": {"tokens": 1234, **medians, "close": close, "close_of_strongest": 2 * close}}
+
+    lines = lines_of(TABLES["backbone-centers"], {"each": [of("abc", 0.25), of("def", 0.125), of("ghi", 0.5)]})
+    assert lines[2:5] == [
+        "| smollm2-think `abc` | 0.25 to 0.50 | 25.0% | 0.75 to 1.00 | **50.0%** |",
+        "| tiny `def` | 0.25 to 0.50 | 12.5% | 0.75 to 1.00 | **25.0%** |",
+        "| tiny-control `ghi` | 0.25 to 0.50 | 50.0% | 0.75 to 1.00 | **100.0%** |",
+    ]
+    assert sum("python -m minithink centers" in line for line in lines) == 3
