@@ -118,7 +118,13 @@ def test_needs_and_layers(folder: Path) -> None:
 
 
 def test_the_tables_are_there() -> None:
-    assert set(TABLES) == {"backbone", "backbone-needs", "backbone-attention", "embedded-attention"}
+    assert set(TABLES) == {
+        "backbone",
+        "backbone-needs",
+        "backbone-centers",
+        "backbone-attention",
+        "embedded-attention",
+    }
 
 
 def test_centers_of_queries_a_row_for_each_model() -> None:

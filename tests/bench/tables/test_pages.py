@@ -243,7 +243,7 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
     }
     record.write(tmp_path / "thoughts.json", result)
     for name in ("thoughts", "thresholds"):
-        table = replace(pages.TABLES[name], shipped=tmp_path / "thoughts.json")
+        table = replace(pages.TABLES[name], shipped=(tmp_path / "thoughts.json",))
         monkeypatch.setitem(pages.TABLES, name, table)
     text = "".join(f"<!-- table:{name} -->\n<!-- end -->\n" for name in ("thoughts", "thresholds"))
     lines = pages.fill(text, "x.md", root / origin.RESULTS).split("\n")
