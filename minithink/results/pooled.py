@@ -21,6 +21,42 @@ from minithink.results import sources
 from minithink.results.files import loads
 
 FILE = "pool.jsonl.gz"
+# Fields of a row that are numbers, and those that are numbers or null, where a row has them.
+NUMBERS = (
+    "problems",
+    "samples",
+    "paired_problems",
+    "generated_mean",
+    "generated_median",
+    "cut_off",
+    "kv_bytes_peak",
+    "kv_bytes_most",
+    "kv_bytes_mean",
+    "tokens_peak",
+    "tokens_mean",
+    "texts",
+    "tokens",
+    "loss",
+)
+NUMBERS_OR_NULL = (
+    "pass_at_1",
+    "pass_at_1_low",
+    "pass_at_1_high",
+    "difference",
+    "difference_low",
+    "difference_high",
+    "evicting_share",
+    "tokens_per_second",
+    "recall",
+    "budget_tokens",
+    "looped",
+    "needed_kept",
+    "needed_somewhere",
+    "needed_beyond",
+    "needed_unknown",
+    "parsed",
+    "non_finite",
+)
 
 
 @dataclass
@@ -73,12 +109,22 @@ def read_file(path: Path) -> list[Run]:
         data = path.read_bytes()
         if path.name == FILE:
             data = gzip.decompress(data)
-        return [_run(line) for line in data.decode().splitlines()]
+        lines = data.decode().splitlines()
     except FileNotFoundError:
         return []
-    except (OSError, EOFError, zlib.error, ValueError, TypeError, RecursionError) as error:
-        why = escaped(reason(error))[: 2 * QUOTED]
-        raise MinithinkError(f"{path} is no readable pool ({why}): restore it.") from None
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise _unreadable(path, reason(error)) from None
+    runs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            runs.append(_run(line))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _unreadable(path, f"line {number}: {reason(error)}") from None
+    return runs
+
+
+def _unreadable(path: Path, why: str) -> MinithinkError:
+    return MinithinkError(f"{path} is no readable pool ({escaped(why)[: 2 * QUOTED]}): restore it.")
 
 
 def _run(line: str) -> Run:
@@ -113,7 +159,30 @@ def _run(line: str) -> Run:
     budget = run.key.get("budget")
     if budget is not None and (type(budget) not in (int, float) or not 0 < budget < 2**63):
         raise TypeError(f"budget of a key is {quoted(budget)}")
+    samples = run.key.get("num_samples", 1)
+    if type(samples) is not int or samples < 1:
+        raise TypeError(f"num_samples of a key is {quoted(samples)}")
+    _check_numbers(run)
     return run
+
+
+def _check_numbers(run: Run) -> None:
+    """TypeError: a field of the row, or a count of tokens, is no number."""
+    for name in NUMBERS:
+        if name in run.row and not _is_number(run.row[name]):
+            raise TypeError(f"{name} of a row is {quoted(run.row[name])}, and a number is due")
+    for name in NUMBERS_OR_NULL:
+        value = run.row.get(name)
+        if value is not None and not _is_number(value):
+            raise TypeError(f"{name} of a row is {quoted(value)}, and a number is due")
+    lists = {"losses of a row": run.row.get("losses", []), "tokens": run.tokens}
+    for name, values in lists.items():
+        if not isinstance(values, list) or not all(map(_is_number, values)):
+            raise TypeError(f"{name} are {quoted(values)}, and numbers are due")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def need(run: Run, names: Iterable[str], where: Path) -> None:

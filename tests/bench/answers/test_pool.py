@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import permutations
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +15,9 @@ import pytest
 from minithink.bench.answers import pool, sweep
 from minithink.bench.answers.pool import Run, key_of, pick, serves
 from minithink.errors import MinithinkError
+from minithink.evaluate.loss_summary import LossRow
 from minithink.evaluate.plan import Cell, Spec
+from minithink.evaluate.summary import Row
 from minithink.results import pooled
 
 SETTINGS: dict[str, Any] = {
@@ -321,6 +323,8 @@ def test_the_documents_ask_for_the_embedded_model() -> None:
         {"row": None},
         {"answers": {}},
         {"tokens": "10"},
+        {"tokens": ["10", 2]},
+        {"key": {**run_of().key, "num_samples": "2"}},
         {"date": 1},
         {"stale": 1},
         {"right": None},
@@ -338,6 +342,36 @@ def test_a_pool_with_wrong_types_is_refused_with_a_sentence(tmp_path: Path, chan
         pool.read(tmp_path)
     assert len(str(error.value)) < len(str(tmp_path)) + 300
     assert "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"generated_mean": "12"}, "generated_mean of a row is '12', and a number is due"),
+        ({"kv_bytes_peak": None}, "kv_bytes_peak of a row is None, and a number is due"),
+        ({"pass_at_1": True}, "pass_at_1 of a row is True, and a number is due"),
+        ({"losses": [0.5, "x"]}, r"losses of a row are \[0.5, 'x'\], and numbers are due"),
+    ],
+)
+def test_a_row_holds_numbers_where_numbers_are_due(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    good = vars(run_of())
+    lines = [json.dumps(good), json.dumps({**good, "row": {**good["row"], **row}})]
+    (tmp_path / pool.PLAIN).write_text("\n".join(lines))
+    with pytest.raises(MinithinkError, match=rf"pool\.jsonl is no readable pool \(line 2: {said}\): restore it\.$"):
+        pool.read(tmp_path)
+
+
+def test_every_field_of_a_row_that_is_a_number_is_checked() -> None:
+    numbers, or_null = set[str](), set[str]()
+    for kind in (Row, LossRow):
+        for field in fields(kind):
+            if field.type in ("int", "float"):
+                numbers.add(field.name)
+            elif field.type in ("int | None", "float | None"):
+                or_null.add(field.name)
+    or_null -= numbers
+    assert set(pooled.NUMBERS) == numbers - {"non_finite"}
+    assert set(pooled.NUMBERS_OR_NULL) == or_null | {"non_finite"}
 
 
 @pytest.mark.parametrize("line", ["3", "[]", "null", "[" * 10**5, '{"a"', "NaN"])
