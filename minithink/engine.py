@@ -25,7 +25,7 @@ from minithink.checkpoint.adapter import adapter_of
 from minithink.checkpoint.gguf_file import beside
 from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
-from minithink.errors import MinithinkError, UsageError, alternatives, quoted
+from minithink.errors import MinithinkError, UsageError, alternatives, counted, quoted
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, Shape
@@ -725,7 +725,7 @@ class Engine:
                 fixes.append("a smaller --budget")
         under = "" if policy is None else f"under {policy.name}, "
         raise MinithinkError(
-            f"Out of memory: {under}{at_once} {'sequence' if at_once == 1 else 'sequences'} of up to {sizes[0]:,} "
+            f"Out of memory: {under}{counted(at_once, 'sequence')} of up to {sizes[0]:,} "
             f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "
             f"{' or '.join(fixes) or 'a shorter prompt'}."
         )
@@ -814,8 +814,8 @@ def check_count(prompts: int, samples: int) -> None:
     """UsageError: so many samples of so many prompts are more than MAX_SEQUENCES."""
     if prompts * samples > MAX_SEQUENCES:
         raise UsageError(
-            f"{samples:,} samples of {prompts:,} {'prompt' if prompts == 1 else 'prompts'} are more sequences than "
-            f"the {MAX_SEQUENCES:,} of one run: ask for {max(1, MAX_SEQUENCES // prompts):,} samples."
+            f"{samples:,} samples of {counted(prompts, 'prompt')} are more sequences than "
+            f"the {MAX_SEQUENCES:,} of one run: ask for {counted(max(1, MAX_SEQUENCES // prompts), 'sample')}."
         )
 
 

@@ -63,6 +63,11 @@ def listed(items: Sequence[str], most: int = 3) -> str:
     return ", ".join(items[:most]) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: "1 text", "1,200 texts". noun: in the singular; its plural ends in s."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
 

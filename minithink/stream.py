@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minithink.checkpoint.memory import is_out_of_memory
-from minithink.errors import NON_FINITE, MinithinkError
+from minithink.errors import NON_FINITE, MinithinkError, counted
 from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
@@ -324,7 +324,7 @@ class Stream:
         at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
         longest = max(len(s.prompt) + len(s.tokens) for s in sequences)
         return MinithinkError(
-            f"Out of memory with {at_once} sequences of up to {longest:,} tokens at once: use a smaller "
+            f"Out of memory with {counted(at_once, 'sequence')} of up to {longest:,} tokens at once: use a smaller "
             "--batch-size, fewer --max-new-tokens or a smaller --dtype."
         )
 

@@ -475,7 +475,7 @@ def test_memory_that_runs_out_while_loading(checkpoint: Path, monkeypatch: pytes
 
 def test_memory_that_runs_out_while_generating(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoder, "forward", fail_with("CUDA out of memory. Tried to allocate 2 GiB"))
-    with pytest.raises(MinithinkError, match=r"Out of memory with 1 sequences of up to 9 tokens.*--batch-size"):
+    with pytest.raises(MinithinkError, match=r"Out of memory with 1 sequence of up to 9 tokens.*--batch-size"):
         engine.generate([[9] * 9])
     monkeypatch.setattr(Decoder, "forward", fail_with("a bug"))
     with pytest.raises(RuntimeError, match="a bug"):

@@ -16,6 +16,7 @@ from minithink.errors import (
     QUOTED,
     MinithinkError,
     alternatives,
+    counted,
     escaped,
     is_disk_full,
     listed,
@@ -148,3 +149,7 @@ def test_the_nearest_name_is_suggested_for_an_unknown_one() -> None:
     assert alternatives("AIME 24", ("facts", "AIME24")) == "did you mean AIME24? There are facts, AIME24"
     assert alternatives("FULL", ("full", "rkv")) == "did you mean full? There are full, rkv"
     assert alternatives(7, ("full", "rkv")) == "there are full, rkv"
+
+
+def test_one_thing_is_counted_in_the_singular() -> None:
+    assert [counted(n, "text") for n in (0, 1, 2, 1200)] == ["0 texts", "1 text", "2 texts", "1,200 texts"]

@@ -488,7 +488,7 @@ def test_memory_that_runs_out_while_a_prompt_is_read(engine: Engine, monkeypatch
 
     monkeypatch.setattr(FullCache, "attend", fail)
     stream = stream_of(engine, tracks([[9] * 3, [8]]), 2)
-    with pytest.raises(MinithinkError, match="Out of memory with 1 sequences of up to 3 tokens at once"):
+    with pytest.raises(MinithinkError, match="Out of memory with 1 sequence of up to 3 tokens at once"):
         run(stream)
     result = stream.result
     assert (result.prefill_seconds, result.decode_seconds, result.kv_full_bytes) == (0.0, 0.0, 0)

@@ -40,7 +40,7 @@ from minithink.analysis.dense import thinking_end
 from minithink.analysis.needed_ranks import FAR, Pair, needs_of, of_pairs, pairs_of, scores
 from minithink.cli.commands import finite, location
 from minithink.engine import Engine
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.policies.crystal_kv import CrystalKVLite
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import hit_set
@@ -81,8 +81,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     shown = max((t for t in traces if t.answers), key=lambda t: len(t.pairs), default=None)
     if shown is None or not shown.pairs:
         raise MinithinkError(
-            f"None of {len(traces)} texts answers and needs a token more than {FAR} tokens back: give more "
-            "--max-new-tokens, or another --family."
+            f"None of {counted(len(traces), 'text')} answers and needs a token more than {FAR} tokens back: give "
+            "more --max-new-tokens, or another --family."
         )
     looks = [look(engine, trace, args.lam, args.p, seed) for seed, trace in enumerate(traces)]
     needed: list[Pair] = []

@@ -41,7 +41,7 @@ from minithink.analysis import runs
 from minithink.analysis.dense import batches, decode
 from minithink.cli.commands import location, natural
 from minithink.engine import Engine
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.reread.importance import importance
 from minithink.reread.later import answer_rows, later, thinking_of
 from minithink.results import record
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     texts = [text for pair in zip(problems, generated, strict=True) if (text := text_of(engine, *pair)) is not None]
     if not texts:
         raise MinithinkError(
-            f"None of {len(problems)} texts answers: give more --max-new-tokens or another --family."
+            f"None of {counted(len(problems), 'text')} answers: give more --max-new-tokens or another --family."
         )
     found = measured(engine, texts) | {"full_cache": runs.outcome(engine, problems, generated)}
     if args.pareto:

@@ -11,7 +11,7 @@ from minithink.analysis.dense import Steering, batches, decode
 from minithink.cli.commands import finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_options, model_settings
 from minithink.engine import Engine, load
-from minithink.errors import UsageError
+from minithink.errors import UsageError, counted
 from minithink.results import record
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
@@ -60,7 +60,8 @@ def begin(args: argparse.Namespace, name: str, argv: list[str]) -> tuple[Engine,
     record.check(args.output)
     problems = load_problems("validation", args.family)
     if args.limit > len(problems):
-        print(f"minithink.analysis: {args.family} has {len(problems)} problems: all are taken", file=sys.stderr)
+        there = counted(len(problems), "problem")
+        print(f"minithink.analysis: {args.family} has {there}: no more are taken", file=sys.stderr)
     problems = problems[: args.limit]
     engine = load(args.model, device=args.device, backend="reference", dtype="float32", **model_options(args))
     if "layer" in args:

@@ -29,7 +29,7 @@ from minithink.analysis.dense import decode, thinking_end
 from minithink.analysis.suppress import suppress
 from minithink.cli.commands import natural, positive
 from minithink.engine import Engine
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.results.progress import progress
 from minithink.text.thoughts import NAMES, kinds, segments
 
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             advance(right)
     if not found:
         raise MinithinkError(
-            f"None of {len(problems)} texts comes to an answer, or has two segments of {args.tau} tokens: give more "
-            "--max-new-tokens, or a smaller --tau."
+            f"None of {counted(len(problems), 'text')} comes to an answer, or has two segments of {args.tau} tokens: "
+            "give more --max-new-tokens, or a smaller --tau."
         )
     every = [*chain.from_iterable(map(pairs, found))]
     of_types = list[tuple[str, float]]()

@@ -27,6 +27,7 @@ from minithink.calibrate.thoughts import add_common_arguments
 from minithink.checkpoint.calibration import CENTERS
 from minithink.cli.commands import INTERRUPTED, positive
 from minithink.engine import Engine
+from minithink.errors import counted
 from minithink.evaluate.datasets import Example
 from minithink.model import rope_frequencies
 from minithink.reread.attention import read
@@ -150,7 +151,7 @@ def summary(m: Mapping[str, Any]) -> list[str]:
     """The findings, in lines."""
     right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     return [
-        f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens",
+        f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens",
         "concentration R by layer, median of all bands: " + " ".join(f"{x:.2f}" for x in m["median"]),
         "of the strongest band of each head: " + " ".join(f"{x:.2f}" for x in m["median_of_strongest"]),
         f"R is above {CLOSE} in {m['close']:.1%} of the bands, and in {m['close_of_strongest']:.1%} of the strongest",

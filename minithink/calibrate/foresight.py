@@ -28,7 +28,7 @@ from minithink.checkpoint.calibration import FORESIGHT
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_settings
 from minithink.engine import Engine
-from minithink.errors import UsageError, escaped
+from minithink.errors import UsageError, counted, escaped
 from minithink.evaluate.datasets import Example
 from minithink.results import record
 from minithink.results.progress import progress
@@ -110,15 +110,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
                 generate_texts(engine, name, examples, drawing, journal)
         except KeyboardInterrupt:
             _say(
-                f"interrupted: {len(journal.lines)} texts are in {journal.path}; give the same command with "
-                "--resume to finish the rest"
+                f"interrupted: {journal.path} holds {counted(len(journal.lines), 'text')}; give the same command "
+                "with --resume to finish the rest"
             )
             return INTERRUPTED
         found = [[line["prompt"], line["tokens"], line["text"]] for line in journal.lines]
         result |= {"checkpoint": settings["checkpoint"], "settings": settings, "texts": found, "measurements": []}
         record.write(path, result | {"complete": True})
         journal.remove()
-    _say(f"written to {path}: {len(found)} texts")
+    _say(f"written to {path}: {counted(len(found), 'text')}")
     return 0
 
 

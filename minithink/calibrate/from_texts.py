@@ -22,7 +22,7 @@ from minithink.calibrate.thoughts import drawing_of, hash_of, load_examples, mac
 from minithink.checkpoint.calibration import METADATA
 from minithink.cli.models import model_settings
 from minithink.engine import Engine
-from minithink.errors import UsageError, escaped, unwritable
+from minithink.errors import UsageError, counted, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.results import record
 from minithink.results.files import dumps, rounded
@@ -90,8 +90,8 @@ def calibrate(
             tensors, about = learn(engine, examples, lines)
         except KeyboardInterrupt:
             say(
-                f"interrupted: {len(journal.lines)} of {len(examples)} prompts are in {journal.path}; give the same "
-                "command with --resume to finish the rest"
+                f"interrupted: {journal.path} holds {len(journal.lines)} of {counted(len(examples), 'prompt')}; give "
+                "the same command with --resume to finish the rest"
             )
             return None
         result |= {

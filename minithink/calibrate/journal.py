@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from minithink.errors import MinithinkError, UsageError, reason, unwritable
+from minithink.errors import MinithinkError, UsageError, counted, reason, unwritable
 from minithink.evaluate.journal import differences
 from minithink.results import files
 
@@ -63,8 +63,8 @@ class Journal:
         found = [self._parsed(n, line) for n, line in enumerate(whole.splitlines(), 1)]
         if found[1:] and not resume:
             raise UsageError(
-                f"{self.path} holds {len(found) - 1} lines of an unfinished calibration: add --resume to finish it, "
-                "or delete the file."
+                f"{self.path} holds {counted(len(found) - 1, 'line')} of an unfinished calibration: add --resume to "
+                "finish it, or delete the file."
             )
         if resume and not found:
             raise UsageError(f"There is nothing to resume in {self.path}: drop --resume.")

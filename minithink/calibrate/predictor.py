@@ -36,7 +36,7 @@ from minithink.checkpoint.calibration import TARGETS, WEIGHTS
 from minithink.cli.commands import INTERRUPTED, different, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_settings
 from minithink.engine import Engine
-from minithink.errors import UsageError, escaped, quoted, unwritable
+from minithink.errors import UsageError, counted, escaped, quoted, unwritable
 from minithink.evaluate.grading import GRADERS
 from minithink.results import record
 from minithink.results.figures import need_matplotlib
@@ -256,7 +256,7 @@ def learn(
     for count in args.learning_curve:
         if count >= len(trained):
             raise UsageError(
-                f"--learning-curve {count}: the predictor is trained on {len(trained)} texts; give fewer."
+                f"--learning-curve {count}: the predictor is trained on {counted(len(trained), 'text')}; give fewer."
             )
         # Spread over all of them, so that each dataset has its share.
         groups[f"{count} texts"] = [trained[i * len(trained) // count] for i in range(count)]
@@ -329,7 +329,7 @@ def line(row: dict[str, Any]) -> str:
     ):
         own, other = ("–" if x[name] is None else format(x[name], form) for x in (row, row["position"]))
         parts.append(f"{what} {own} (by position {other})")
-    about = f"{row['target']}, trained on {row['trained']}, on {row['dataset']} ({row['traces']} texts)"
+    about = f"{row['target']}, trained on {row['trained']}, on {row['dataset']} ({counted(row['traces'], 'text')})"
     return f"{about}: {', '.join(parts)}, variance {row['variance']:.3f}"
 
 

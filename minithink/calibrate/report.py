@@ -13,6 +13,7 @@ from torch import Tensor
 from minithink.calibrate import choose
 from minithink.calibrate.agreement import compare, fold
 from minithink.calibrate.problems import graded_of
+from minithink.errors import counted
 from minithink.policies.thinkv import type_of
 from minithink.reread.density import Peaks
 from minithink.text.thoughts import NAMES
@@ -107,7 +108,7 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
     theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
     yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
     right = "not graded" if m["right"] is None else f"{m['right']:.0%} right"
-    yield f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens"
+    yield f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens"
     yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
     for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
         if of is not None:

@@ -34,7 +34,7 @@ from minithink.calibrate.problems import graded_of
 from minithink.calibrate.thoughts import add_common_arguments
 from minithink.cli.commands import INTERRUPTED, location
 from minithink.engine import Engine
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.evaluate.datasets import Example
 from minithink.reread.attention import read
 from minithink.results.figures import drawing, need_matplotlib
@@ -236,7 +236,7 @@ def summary(about: Mapping[str, Any]) -> list[str]:
     m = about["measurements"]
     right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     said = [
-        f"{m['prompts']} prompts, {right}, {m['tokens']:,} tokens",
+        f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens",
         *(f"after {x['after']}: {x['execution']:,} execution thoughts, {x['other']:,} others" for x in m["thoughts"]),
     ]
     for name, values in (m["separation"] or {}).items():

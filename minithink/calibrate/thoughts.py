@@ -37,7 +37,7 @@ from minithink.calibrate.report import conclude, eviction, summary
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_settings
 from minithink.engine import Engine
-from minithink.errors import UsageError, escaped, unwritable
+from minithink.errors import UsageError, counted, escaped, unwritable
 from minithink.evaluate.datasets import Example
 from minithink.kv.sizes import check_budget
 from minithink.policies import load as load_policy
@@ -134,8 +134,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         except KeyboardInterrupt:
             done = sum("prompt" in line for line in journal.lines)
             _say(
-                f"interrupted: {done} of {len(prompts)} prompts are in {journal.path}; give the same command with "
-                "--resume to finish the rest"
+                f"interrupted: {journal.path} holds {done} of {counted(len(prompts), 'prompt')}; give the same "
+                "command with --resume to finish the rest"
             )
             return INTERRUPTED
         evicted = {x["evicted"]: x["types"] for x in journal.lines if "evicted" in x}
@@ -200,7 +200,9 @@ def load_examples(args: argparse.Namespace) -> tuple[list[Example], str | None]:
     for i in range(max(map(len, lists))):
         turns += [of[i] for of in lists if i < len(of)]
     if len(turns) < args.num_prompts:
-        raise UsageError(f"{args.dataset} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
+        raise UsageError(
+            f"{args.dataset} holds {counted(len(turns), 'problem')}: give --num-prompts {len(turns)} or fewer."
+        )
     chosen = turns[: args.num_prompts]
     say_of_graders(chosen)
     if len(set(splits)) == 1:
@@ -333,7 +335,7 @@ def under_eviction(
         one.take_thresholds(values)
         found = types(engine, one, prompt, lines[i]["tokens"][:-1])
         journal.append({"evicted": i, "types": found})
-        _say(f"under {policy.name}: {i + 1} of {len(prompts)} texts")
+        _say(f"under {policy.name}: {i + 1} of {counted(len(prompts), 'text')}")
 
 
 def _say(text: str) -> None:

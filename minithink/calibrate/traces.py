@@ -22,7 +22,7 @@ from torch import Tensor
 from minithink.calibrate.journal import Journal
 from minithink.calibrate.problems import DatasetOptions, is_right, splits_of
 from minithink.engine import Engine
-from minithink.errors import MinithinkError, UsageError, reason
+from minithink.errors import MinithinkError, UsageError, counted, reason
 from minithink.evaluate.datasets import Example
 from minithink.reread.importance import importance
 from minithink.results.files import open_to_others
@@ -91,7 +91,9 @@ def problems_of(
     for i in range(max(map(len, lists))):
         turns += [(name, of[i]) for name, of in zip(names, lists, strict=True) if i < len(of)]
     if len(turns) < count:
-        raise UsageError(f"{','.join(names)} holds {len(turns)} problems: give --num-prompts {len(turns)} or fewer.")
+        raise UsageError(
+            f"{','.join(names)} holds {counted(len(turns), 'problem')}: give --num-prompts {len(turns)} or fewer."
+        )
     return turns[:count]
 
 
@@ -182,8 +184,8 @@ def held_out(traces: Sequence[Trace], problems: int, share: float) -> tuple[list
     own = [t for t in traces if t.problem < first], [t for t in traces if t.problem >= first]
     if not all(own):
         raise MinithinkError(
-            f"Of {problems} problems {len(traces)} texts are right, {len(own[0])} to train on and {len(own[1])} held "
-            "out: give more --num-prompts or --num-samples."
+            f"{counted(problems, 'problem')} gave {counted(len(traces), 'right text')}, {len(own[0])} to train on "
+            f"and {len(own[1])} held out: give more --num-prompts or --num-samples."
         )
     return own
 

@@ -19,7 +19,16 @@ from pathlib import Path
 from typing import Any
 
 from minithink.checkpoint.hub import download
-from minithink.errors import MinithinkError, UsageError, alternatives, escaped, listed, quoted, reason
+from minithink.errors import (
+    MinithinkError,
+    UsageError,
+    alternatives,
+    counted,
+    escaped,
+    listed,
+    quoted,
+    reason,
+)
 from minithink.evaluate.grading import CHOICES, NONE, check, grade
 from minithink.tasks import families, load_problems, search
 from minithink.tasks.answers import seems_long, short_answer
@@ -210,8 +219,8 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
         if not bad:
             continue
         said = (
-            f"The grader {grader} would take no text for right in {len(bad):,} of {len(asked):,} problems, as in "
-            f"{escaped(bad[0].id)}, whose answer is {quoted(bad[0].answer)}"
+            f"The grader {grader} would take no text for right in {len(bad):,} of {counted(len(asked), 'problem')}, "
+            f"as in {escaped(bad[0].id)}, whose answer is {quoted(bad[0].answer)}"
         )
         if len(bad) == len(asked):
             raise UsageError(f"{said}: give another grader, or correct the answers.")
@@ -220,8 +229,8 @@ def check_graders(examples: Iterable[Example]) -> list[str]:
     long = [example for example in everything if seems_long(example.answer)]
     if long:
         notes.append(
-            f"The answers of {len(long):,} of {len(everything):,} problems look like whole solutions, which hardly "
-            f"any text equals, as in {escaped(long[0].id)}: {quoted(long[0].answer)}; give short answers."
+            f"The answers of {len(long):,} of {counted(len(everything), 'problem')} look like whole solutions, which "
+            f"hardly any text equals, as in {escaped(long[0].id)}: {quoted(long[0].answer)}; give short answers."
         )
     return notes
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import NoneType, TracebackType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from minithink.errors import QUOTED, MinithinkError, UsageError, escaped, quoted, reason
+from minithink.errors import QUOTED, MinithinkError, UsageError, counted, escaped, quoted, reason
 from minithink.kv.byte_size import ByteSize
 from minithink.results import files
 from minithink.results.files import dumps, read_bytes, replace
@@ -422,8 +422,8 @@ class Journal:
         if self.records and not resume and not differing:
             since = f" The code of {', '.join(changed)} has changed since, and would run again." if changed else ""
             raise UsageError(
-                f"{self.folder} holds {len(self.records):,} sequences of an earlier run: add --resume to continue "
-                f"it, or give another folder.{since}"
+                f"{self.folder} holds {counted(len(self.records), 'sequence')} of an earlier run: add --resume to "
+                f"continue it, or give another folder.{since}"
             )
         if differing:
             raise UsageError(
@@ -472,8 +472,9 @@ class Journal:
         others = [policy for policy in again if policy not in changed]
         shares = f", and {', '.join(others)}, whose budgets are shares of what {FULL} generates," if others else ""
         self.notes.append(
-            f"The {what} of {', '.join(changed)} has changed since: {len(old):,} sequences are kept in "
-            f"{self.replaced.name} and count no more, and {', '.join(changed)}{shares} will run again."
+            f"The {what} of {', '.join(changed)} has changed since: {self.replaced.name} keeps "
+            f"{counted(len(old), 'sequence')}, which {'counts' if len(old) == 1 else 'count'} no more, and "
+            f"{', '.join(changed)}{shares} will run again."
         )
 
     def _rewrite(self, path: Path, records: Iterable[Record]) -> None:
@@ -501,8 +502,8 @@ class Journal:
             files.append(self._file, line)
         except OSError as error:
             raise MinithinkError(
-                f"{self.path} cannot be written ({reason(error)}): the {len(self.done):,} sequences before are safe; "
-                "make room, and add --resume."
+                f"{self.path} cannot be written ({reason(error)}): {self.path.name} still holds "
+                f"{counted(len(self.done), 'sequence')}; make room, and add --resume."
             ) from None
         self.done.add(record.key)
 

@@ -20,7 +20,7 @@ from typing import Any
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import DTYPES, PROMPT_TOKENS, Engine, load, refuse_recorded, share_of
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
 from minithink.evaluate import loss_plots, loss_summary
 from minithink.evaluate.journal import (
     BYTES,
@@ -229,12 +229,13 @@ def measure(
         try:
             _run(reading, cells, journal)
         except KeyboardInterrupt:
-            _say(f"interrupted: {len(journal.done):,} of {total:,} texts are in {folder}; {again} to read the rest")
+            there = f"{len(journal.done):,} of {counted(total, 'text')}"
+            _say(f"interrupted: {folder} holds {there}; {again} to read the rest")
             return None
     records = read(folder).records
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(
-            f"The logits of all {len(records):,} texts were not finite, so there is nothing to sum up: try another "
+            f"No logits were finite, in {counted(len(records), 'text')}, so there is nothing to sum up: try another "
             "--dtype or another checkpoint."
         )
     return loss_summary.summarize(records, job.seed, settings["policies"])
@@ -242,9 +243,8 @@ def measure(
 
 def title_of(settings: dict[str, Any]) -> str:
     """What stands above a picture: "stdlib, 20 texts of up to 1,536 tokens"."""
-    count = len(settings["texts"])
-    texts = "text" if count == 1 else "texts"
-    return f"{escaped(settings['dataset'])}, {count} {texts} of up to {settings['length']:,} tokens"
+    texts = counted(len(settings["texts"]), "text")
+    return f"{escaped(settings['dataset'])}, {texts} of up to {settings['length']:,} tokens"
 
 
 def cells_of(job: LossJob) -> list[Cell]:

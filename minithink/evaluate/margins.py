@@ -22,7 +22,7 @@ import torch
 from minithink.cli.commands import positive
 from minithink.cli.models import model_options
 from minithink.engine import Engine, load
-from minithink.errors import UsageError, escaped
+from minithink.errors import UsageError, counted, escaped
 from minithink.evaluate import runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     draws = sum(map(len, margins.values()))
     near = sum(margin < NEAR for margin in every_margin)
     print(
-        f"{len(runs[0])} sequences, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
+        f"{counted(len(runs[0]), 'sequence')}, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
         f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}"
     )
     for p in parted:

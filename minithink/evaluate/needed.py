@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, counted
 from minithink.evaluate.datasets import Example
 from minithink.evaluate.last_held import LastHeld
 from minithink.sequence import Track
@@ -69,8 +69,8 @@ def check_questions(examples: Sequence[Example]) -> None:
     if strange := [e.id for e in examples if not holds_question(e.question)]:
         raise UsageError(
             f"--needed reads texts by the rules of the embedded families ({', '.join(families())}), and "
-            f"{len(strange):,} of {len(examples):,} problems are of no family, such as {strange[0]}: give another "
-            "--dataset, or drop --needed."
+            f"no family has {len(strange):,} of {counted(len(examples), 'problem')}, such as {strange[0]}: give "
+            "another --dataset, or drop --needed."
         )
 
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from minithink.cli.commands import finite, positive
-from minithink.errors import UsageError, quoted
+from minithink.errors import UsageError, counted, quoted
 from minithink.evaluate.journal import Record
 from minithink.evaluate.summary import FULL, Budget
 from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
@@ -320,8 +320,9 @@ def said_of_prompts(cells: Sequence[Cell], prompts: Sequence[int]) -> list[str]:
         return []
     longer = sum(prompt > min(kept.values()) for prompt in prompts)
     return [
-        f"{longer:,} of {len(prompts):,} prompts, of up to {max(prompts):,} tokens, have more tokens than are kept "
-        f"with {', '.join(kept)}: parts of the question may be evicted"
+        f"{longer:,} of {counted(len(prompts), 'prompt')}, of up to {max(prompts):,} tokens, "
+        f"{'has' if longer == 1 else 'have'} more tokens than are kept with {', '.join(kept)}: "
+        "parts of the question may be evicted"
     ]
 
 

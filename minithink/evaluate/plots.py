@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minithink.cli.commands import location
-from minithink.errors import UsageError, escaped
+from minithink.errors import UsageError, counted, escaped
 from minithink.evaluate.datasets import is_file
 from minithink.evaluate.journal import INSTRUMENT, MOST, Run, brief, join, read
 from minithink.evaluate.summary import FULL, Row, budget_text, size, summarize
@@ -97,7 +97,9 @@ def unfinished(run: Run) -> str:
     totals = [start.get("sequences_total") for start in run.runs if isinstance(start, dict)]
     total = totals[-1] if totals else None
     if type(total) is int and total < MOST:
-        return f"{run.folder}: {there:,} of {total:,} sequences; the run is unfinished" if there < total else ""
+        return (
+            f"{run.folder}: {there:,} of {counted(total, 'sequence')}; the run is unfinished" if there < total else ""
+        )
     # a run of an older version has no total: it should have equally many of each policy and budget
     budgets = run.settings.get("budgets") or []
     for policy in run.settings.get("policies") or []:

@@ -22,7 +22,7 @@ from minithink.checkpoint.calibration import identity
 from minithink.cli.commands import INTERRUPTED, SCHEDULES, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import DTYPES, Engine, check_count, load
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
 from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
@@ -324,8 +324,8 @@ def evaluate(
             _run(evaluation, cells, journal, ranks, mean or 0.0)
         except KeyboardInterrupt:
             _say(
-                f"interrupted: {len(journal.done):,} of {total:,} sequences are in {folder}; {again} to finish the "
-                "rest"
+                f"interrupted: {folder} holds {len(journal.done):,} of {counted(total, 'sequence')}; {again} to "
+                "finish the rest"
             )
             return None
         finally:
@@ -343,7 +343,7 @@ def evaluate(
             _say(note)
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(
-            f"The logits of all {len(records):,} sequences were not finite, so there is nothing to sum up: try "
+            f"No logits were finite, in {counted(len(records), 'sequence')}, so there is nothing to sum up: try "
             "another --dtype or another checkpoint."
         )
     return summary.summarize(records, policies=settings["policies"], budgets=job.budgets)
@@ -409,7 +409,8 @@ def said_of_limit(job: Job, examples: Sequence[Example]) -> list[str]:
     """A sentence if there are fewer problems than --limit allows; else none."""
     if job.limit is None or job.limit <= len(examples):
         return []
-    return [f"--limit {job.limit:,} is more than the {len(examples):,} problems of {job.dataset}: all are taken"]
+    problems = counted(len(examples), "problem")
+    return [f"--limit {job.limit:,} is more than the {problems} of {job.dataset}: no more are taken"]
 
 
 def about_before(journal: Journal, resume: bool, total: int, done: str = "generated") -> list[str]:
@@ -420,9 +421,10 @@ def about_before(journal: Journal, resume: bool, total: int, done: str = "genera
         if journal.replaced is not None:  # it has said why
             return []
         return [f"there is no finished sequence in {journal.folder} to resume from: the run begins anew"]
+    there = f"{journal.folder} already holds {len(journal.records):,} of {counted(total, 'sequence')}"
     if len(journal.records) == total:
-        return [f"all {total:,} sequences are in {journal.folder} already: nothing is {done}, only summed up again"]
-    return [f"{len(journal.records):,} of {total:,} sequences are in {journal.folder} already: the rest is {done}"]
+        return [f"{there}: nothing is {done}, only summed up again"]
+    return [f"{there}: the rest is {done}"]
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.engine import Engine, check_text
-from minithink.errors import UsageError, escaped, quoted, reason
+from minithink.errors import UsageError, counted, escaped, quoted, reason
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.grading import NONE
 from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
@@ -294,8 +294,8 @@ def _sources(length: int, count: int, seed: int) -> list[Text]:
             long.append(path)
     if len(long) < count:
         raise UsageError(
-            f"The Python that runs has {len(long)} source files of {BYTES * length:,} bytes, and {count} texts are "
-            "wanted: ask for fewer with --limit, or for a smaller --length."
+            f"The Python that runs has {counted(len(long), 'source file')} of {BYTES * length:,} bytes, and wanted "
+            f"are {counted(count, 'text')}: ask for fewer with --limit, or for a smaller --length."
         )
     drawn = random.Random(seed).sample(long, count)
     return [Text(path.name, _content(path)) for path in sorted(drawn)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.cli.commands import INTERRUPTED, SCHEDULES
-from minithink.errors import UsageError, quoted, unwritable
+from minithink.errors import UsageError, counted, quoted, unwritable
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import LEVELS, check_name, is_file, load_dataset
 from minithink.evaluate.grading import NONE
@@ -141,7 +141,7 @@ def allowed(
     found = sum(_words(example.question) in tests for example in examples)
     if found:
         raise UsageError(
-            f"{dataset} holds {found} problems of an embedded test split: nothing is ever tuned on these."
+            f"{dataset} holds {counted(found, 'problem')} of an embedded test split: nothing is ever tuned on that."
         )
     return split
 
@@ -193,7 +193,7 @@ def write(folder: Path, ranked: Sequence[Row], points: dict[str, dict[str, str]]
     text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     text += (
         f"\n\n`{args.policy}`, budget {summary.budget_text(best.budget)}, {args.dataset} {args.split or ''}, "
-        f"{best.problems} problems. ≈: its interval overlaps the best one's, so chance may have chosen.\n"
+        f"{counted(best.problems, 'problem')}. ≈: its interval overlaps the best one's, so chance may have chosen.\n"
     )
     try:
         replace(folder / "tuning.json", dumps(rounded({**head, "points": table})) + "\n")

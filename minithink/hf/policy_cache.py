@@ -27,7 +27,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from minithink.backend import REFERENCE, choose
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, counted
 from minithink.hf.known import Known, ids_of
 from minithink.hf.passes import Hooks, OfModel, Pass, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
@@ -208,7 +208,9 @@ class PolicyCache(Cache):
                 f"use_cache=False; {AGAIN}."
             )
         if batch != len(self._prompts):
-            raise UsageError(f"The cache holds {len(self._prompts)} sequences and is given {batch}: {AGAIN}.")
+            raise UsageError(
+                f"The cache holds {counted(len(self._prompts), 'sequence')} and is given {batch}: {AGAIN}."
+            )
         return self._feed(ids)
 
     @torch.inference_mode()

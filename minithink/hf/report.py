@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minithink.errors import counted
 from minithink.kv.contract import Policy
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
@@ -42,10 +43,11 @@ class Budget:
     sequences: int
 
     def __str__(self) -> str:
+        all_of_them = counted(self.sequences, "sequence")
         what = f"{self.policy}'s budget of {self.tokens:,} tokens"
         if not self.bound:
-            return f"{what} limited none of {self.sequences} sequences: they were too short, or nothing was evicted."
-        return f"{what} limited {self.bound} of {self.sequences} sequences."
+            return f"{what} limited none of {all_of_them}: all were too short, or nothing was evicted."
+        return f"{what} limited {self.bound} of {all_of_them}."
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from minithink.errors import counted
+
 QUIET = 30.0  # seconds between lines, where there is no terminal
 SEEN = 0.1  # between changes of a bar: a step may take less, and none is to wait for the terminal
 
@@ -109,7 +111,7 @@ def progress(
         if now - last < QUIET and not shown < advance.done == total:
             return
         last, shown = now, advance.done
-        parts = [f"{label and label + ': '}{advance.done} of {total} sequences", str(advance)]
+        parts = [f"{label and label + ': '}{advance.done:,} of {counted(total, 'sequence')}", str(advance)]
         left = advance.left()
         parts += [f"{duration(left)} left"] if left else []
         print("; ".join(filter(None, parts)), file=sys.stderr, flush=True)

@@ -178,7 +178,7 @@ def test_the_command_line_writes_a_result(checkpoint, tmp_path, monkeypatch, cap
     options = ["--model", str(checkpoint), "--device", "cpu", "--max-new-tokens", "40", "--output", str(output)]
     assert __main__.main(["premises", *options, "--batch-size", "1"]) == 0
     err = capsys.readouterr().err
-    assert "minithink.analysis: facts has 2 problems: all are taken\n" in err
+    assert "minithink.analysis: facts has 2 problems: no more are taken\n" in err
     result = json.loads(output.read_text())
     assert result["complete"]
     assert result["settings"]["layer"] == 0

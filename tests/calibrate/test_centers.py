@@ -172,7 +172,7 @@ def test_an_interrupted_run_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "append", stop)
         assert main(words(model, problems, output=tmp_path / "parts")) == 130
-    assert f"interrupted: 2 of {QUESTIONS} prompts are in" in capsys.readouterr().err
+    assert f"holds 2 of {QUESTIONS} prompts; " in capsys.readouterr().err
     assert main(words(model, problems, output=tmp_path / "parts", resume=True)) == 0
     tensors, about = content(tmp_path / "whole")
     own, said = content(tmp_path / "parts")

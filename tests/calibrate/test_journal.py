@@ -62,7 +62,7 @@ def test_what_does_not_go_on_is_refused(tmp_path: Path) -> None:
         Journal(path, SETTINGS, resume=True)
     write(path, {"x": 1})
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="holds 1 lines of an unfinished calibration: add --resume"):
+    with pytest.raises(UsageError, match="holds 1 line of an unfinished calibration: add --resume"):
         Journal(path, SETTINGS, resume=False)
     with pytest.raises(UsageError, match=r"seed 0 and 1"):
         Journal(path, {**SETTINGS, "seed": 1}, resume=True)

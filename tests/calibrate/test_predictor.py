@@ -298,7 +298,7 @@ def test_no_problem_is_both_trained_on_and_held_out() -> None:
     trained, held = held_out(traces, 10, 0.3)
     assert {t.problem for t in trained} == set(range(7))
     assert {t.problem for t in held} == {7, 8, 9}
-    with pytest.raises(MinithinkError, match="Of 10 problems 2 texts are right, 2 to train on and 0 held out"):
+    with pytest.raises(MinithinkError, match="10 problems gave 2 right texts, 2 to train on and 0 held out"):
         held_out(traces[:2], 10, 0.3)
 
 

@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(
         interrupt(patch, after)
         assert main(words) == 130
     said = capsys.readouterr().err
-    assert f"interrupted: {min(after, QUESTIONS)} of {QUESTIONS} prompts" in said
+    assert f"holds {min(after, QUESTIONS)} of {QUESTIONS} prompts" in said
     assert not (tmp_path / "thoughts.json").exists()
     assert main(words) == 2, "there is something to lose"
     assert main([*words, "--seed", "1", "--resume"]) == 2

@@ -179,7 +179,9 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
                 return file.write(line[:40])
 
         journal._file = Full()  # type: ignore[assignment]
-        with pytest.raises(MinithinkError, match=r"40 of \d+ bytes fitted.*: the 1 sequences before are safe"):
+        with pytest.raises(
+            MinithinkError, match=r"40 of \d+ bytes fitted.*: results\.jsonl still holds 1 sequence; make room"
+        ):
             journal.append(record(sample=1))
         assert Key("full", None, "p0", 1) not in journal.done
     assert (tmp_path / "results.jsonl").read_text() == record().to_json() + "\n"
@@ -315,7 +317,7 @@ def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path) -> None:
     assert read(folder).settings["seed"] == 1
     write(folder, [record()])
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(UsageError, match=r"holds 1 sequences of an earlier run: add --resume"):
+    with pytest.raises(UsageError, match=r"holds 1 sequence of an earlier run: add --resume"):
         Journal(folder, SETTINGS)
     with pytest.raises(UsageError, match="add --resume"):
         Journal(folder, SETTINGS, rank=0)
@@ -467,7 +469,7 @@ def test_records_of_other_code_are_put_aside_when_a_run_is_resumed(tmp_path: Pat
         Journal(tmp_path, changed("rkv"))
     with Journal(tmp_path, changed("rkv"), resume=True) as journal:
         assert journal.notes == [
-            "The code of rkv has changed since: 2 sequences are kept in replaced-1.jsonl and count no more, and rkv "
+            "The code of rkv has changed since: replaced-1.jsonl keeps 2 sequences, which count no more, and rkv "
             "will run again."
         ]
         assert journal.records == [ROWS[0], ROWS[2]]

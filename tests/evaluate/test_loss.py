@@ -155,13 +155,13 @@ def test_an_interrupted_run_gives_what_a_whole_one_does(
             interrupt(patch, after)
             code = main(words(model, folder, tmp_path / "parts", resume=True if after > 2 else None))
         assert code == 130
-        assert f"interrupted: {after} of 12 texts" in capsys.readouterr().err
+        assert f"holds {after} of 12 texts; " in capsys.readouterr().err
     assert main(words(model, folder, tmp_path / "parts")) == 2
     assert "add --resume" in capsys.readouterr().err
     assert main(words(model, folder, tmp_path / "parts", resume=True, seed=1)) == 2
     assert "seed 0 and 1" in capsys.readouterr().err
     assert main(words(model, folder, tmp_path / "parts", resume=True)) == 0
-    assert "7 of 12 sequences are in" in capsys.readouterr().err
+    assert "holds 7 of 12 sequences" in capsys.readouterr().err
     assert recorded(tmp_path / "parts") == recorded(tmp_path / "whole")
     assert main(words(model, folder, tmp_path / "parts", resume=True)) == 0
     assert "nothing is read" in capsys.readouterr().err
@@ -337,7 +337,7 @@ def test_folders_and_lines_without_texts(tmp_path: Path) -> None:
         path.write_text(line)
         with pytest.raises(UsageError, match=said):
             read_texts(str(path), length=9)
-    with pytest.raises(UsageError, match=r"source files of .* bytes, and 20 texts are wanted"):
+    with pytest.raises(UsageError, match=r"source files of .* bytes, and wanted are 20 texts"):
         read_texts("stdlib", length=10**7)
 
 

@@ -149,7 +149,7 @@ def test_other_questions_are_refused_before_anything_runs(
 ) -> None:
     assert main(options(tmp_path / "no-model", problems, tmp_path / "out", needed=True)) == 2
     said = capsys.readouterr().err
-    assert "embedded families (facts, ledger, search), and 7 of 7 problems are of no family, such as p0" in said
+    assert "embedded families (facts, ledger, search), and no family has 7 of 7 problems, such as p0" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -64,7 +64,7 @@ def test_an_edited_file_runs_again(
     assert main(options(model, problems, folder, **given)) == 2
     assert f"The code of {TEXT} has changed since" in capsys.readouterr().err
     second = evaluate(model, problems, folder, resume=True, **given)
-    assert "7 sequences are kept in replaced-1.jsonl" in capsys.readouterr().err
+    assert "replaced-1.jsonl keeps 7 sequences" in capsys.readouterr().err
     assert second != first
     assert {k: r for k, r in second.items() if k.policy != TEXT} == {
         k: r for k, r in first.items() if k.policy != TEXT

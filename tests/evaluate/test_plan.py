@@ -226,7 +226,7 @@ def test_prompts_that_are_longer_than_what_is_kept_are_said() -> None:
         return said_of_prompts(plan(specs(*texts, schedule=schedule), budgets, schedule), [1100, 7, 10])
 
     assert said("rkv", "full", "kivi", budgets=(10,)) == [
-        "1 of 3 prompts, of up to 1,100 tokens, have more tokens than are kept with rkv at 10 tokens: parts of the "
+        "1 of 3 prompts, of up to 1,100 tokens, has more tokens than are kept with rkv at 10 tokens: parts of the "
         "question may be evicted"
     ]
     [note] = said("rkv", "window:budget=9", budgets=(2000, 1099))

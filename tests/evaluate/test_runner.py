@@ -183,7 +183,7 @@ def test_nothing_is_summed_up_if_no_logits_are_finite(
     problems = write_problems(tmp_path / "one.jsonl", 1)
     spoil_the_prompt_of(model, QUESTIONS[0], monkeypatch)
     assert main(options(model, problems, tmp_path / "out")) == 1
-    assert "all 1 sequences were not finite" in capsys.readouterr().err
+    assert "No logits were finite, in 1 sequence, so" in capsys.readouterr().err
 
 
 def spoil_the_prompt_of(model: Path, question: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,20 +487,20 @@ def test_order_and_interruption_change_nothing(
             interrupt(patch, after)
             assert main([*given, *more]) == 130
         err = capsys.readouterr().err
-        assert f"interrupted: {after} of 35 sequences are in {tmp_path}" in err
+        assert f"interrupted: {tmp_path} holds {after} of 35 sequences; " in err
         assert "--resume" in err
         assert len(read(tmp_path).records) == after
     assert main(given) == 2
     assert "add --resume" in capsys.readouterr().err
     assert main([*given, "--resume"]) == 0
-    assert f"20 of 35 sequences are in {tmp_path} already: the rest is generated\n" in capsys.readouterr().err
+    assert f"{tmp_path} already holds 20 of 35 sequences: the rest is generated\n" in capsys.readouterr().err
     assert recorded(tmp_path) == whole
     runs = json.loads((tmp_path / "config.json").read_text())["runs"]
     assert [r["sequences_before"] for r in runs] == [0, 2, 11, 20]
     assert [r["sequences_total"] for r in runs] == [35] * 4
     lines = (tmp_path / "results.jsonl").read_text()
     assert main([*given, "--resume"]) == 0, "nothing is left to do"
-    said = f"all 35 sequences are in {tmp_path} already: nothing is generated, only summed up again\n"
+    said = f"{tmp_path} already holds 35 of 35 sequences: nothing is generated, only summed up again\n"
     assert said in capsys.readouterr().err
     assert (tmp_path / "results.jsonl").read_text() == lines
 
@@ -808,8 +808,8 @@ def test_a_policy_that_was_edited_runs_again(
     assert "The code of own:budget=12 has changed since" in capsys.readouterr().err
     second = evaluate(model, problems, tmp_path, resume=True, **given)
     said = capsys.readouterr().err
-    assert "The code of own:budget=12 has changed since: 7 sequences are kept in replaced-1.jsonl" in said
-    assert "7 of 14 sequences are in" in said
+    assert "The code of own:budget=12 has changed since: replaced-1.jsonl keeps 7 sequences" in said
+    assert "already holds 7 of 14 sequences" in said
     of_window = {key for key in first if key.policy == "window:budget=12"}
     assert len(of_window) == 7
     assert {key: second[key] for key in of_window} == {key: first[key] for key in of_window}
@@ -916,14 +916,14 @@ def test_a_resumption_of_nothing_is_a_beginning(
     err = capsys.readouterr().err
     said = f"minithink.evaluate: there is no finished sequence in {tmp_path / 'out'} to resume from: the run begins"
     assert said in err
-    assert f"--limit 99 is more than the 7 problems of {problems}: all are taken\n" in err
+    assert f"--limit 99 is more than the 7 problems of {problems}: no more are taken\n" in err
     evaluate(model, problems, tmp_path / "new", limit=7)
     err = capsys.readouterr().err
     assert "resume" not in err
     assert "--limit" not in err
 
 
-@pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "all 5 sequences")])
+@pytest.mark.parametrize(("there", "said"), [(0, "begins anew"), (4, "4 of 5 sequences"), (5, "5 of 5 sequences")])
 def test_what_resume_says_of_what_is_there(there: int, said: str) -> None:
     journal: Any = type("Opened", (), {"records": [None] * there, "replaced": None, "folder": "x"})
     [note] = runner.about_before(journal, True, 5)

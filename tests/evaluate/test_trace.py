@@ -293,7 +293,7 @@ def test_an_interrupted_sequence_leaves_what_there_is(
         patch.setattr(Stream, "_advance", stop)
         assert main(given) == 130
     err = capsys.readouterr().err
-    assert err.index("interrupted: 0 of 7") < err.index(f"traced 3 steps in {tmp_path / 'run.trace'}")
+    assert err.index("holds 0 of 7") < err.index(f"traced 3 steps in {tmp_path / 'run.trace'}")
     part = the_trace(tmp_path / "run.trace")
     assert part.steps == 2
     assert main([*given, "--resume"]) == 0

@@ -73,12 +73,12 @@ def test_no_test_problems_under_another_name(tmp_path: Path) -> None:
         if split == "validation":
             assert allowed(str(path), None) is None
         else:
-            with pytest.raises(UsageError, match=r"holds 1 problems of an embedded test split"):
+            with pytest.raises(UsageError, match=r"holds 1 problem of an embedded test split"):
                 allowed(str(path), None)
             assert allowed(str(path), None, limit=1) is None
     asked = search.reworded(load_problems("test", "search")[0].question, 1)
     path.write_text(json.dumps({"question": asked, "answer": "1"}) + "\n")
-    with pytest.raises(UsageError, match=r"holds 1 problems of an embedded test split"):
+    with pytest.raises(UsageError, match=r"holds 1 problem of an embedded test split"):
         allowed(str(path), None)
 
 

@@ -60,7 +60,7 @@ def test_without_a_label_and_without_a_word(capsys: pytest.CaptureFixture[str]) 
     for silent in (False, True):
         with progress(1, 0, silent=silent) as advance:
             advance(True)
-    assert capsys.readouterr().err == "1 of 1 sequences; 1 of 1 right (100.0%)\n"
+    assert capsys.readouterr().err == "1 of 1 sequence; 1 of 1 right (100.0%)\n"
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY, device_of
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
@@ -447,8 +447,8 @@ def evaluated(args: argparse.Namespace, argv: list[str], key: Wanted) -> list[Ru
     broken = sum(r.finish_reason == NON_FINITE for r in own)
     if broken:
         raise MinithinkError(
-            f"{folder}: the logits of {broken:,} of {len(own):,} sequences were not finite, and a pool holds whole "
-            "runs only: try another --dtype."
+            f"{folder}: the logits of {broken:,} of {counted(len(own), 'sequence')} were not finite, and a pool "
+            "holds whole runs only: try another --dtype."
         )
     own.sort(key=lambda record: (record.id, record.sample))
     last = done.runs[-1]

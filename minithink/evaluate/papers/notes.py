@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minithink.engine import Engine
-from minithink.errors import escaped
+from minithink.errors import counted, escaped
 from minithink.evaluate import runner, summary
 from minithink.evaluate.datasets import Example
 from minithink.evaluate.job import Job
@@ -37,8 +37,7 @@ def said(
 def _said_of(part: Part, problems: int) -> list[str]:
     """The rows of a part with their budgets."""
     job = part.job
-    samples = "sample" if job.num_samples == 1 else "samples"
-    head = f"{part.name}: {problems:,} {'problem' if problems == 1 else 'problems'}, {job.num_samples} {samples} each"
+    head = f"{part.name}: {counted(problems, 'problem')}, {counted(job.num_samples, 'sample')} each"
     head += f", at most {job.max_new_tokens:,} new tokens"
     if job.padded_budget is not None:
         order = "sorted by length" if job.group else "in their order"
