@@ -309,6 +309,19 @@ def test_a_policy_that_evicts_too_late_is_told_when_a_graph_finds_no_page() -> N
         manager._check_limits()
 
 
+def test_limits_are_checked_without_the_device_where_the_hosts_counts_suffice() -> None:
+    """The host has just read the counts where `fit_columns` checks; reading them again would wait twice."""
+    manager = manager_for(DECODER, Cut(5), rows=ROWS, tokens=40)
+    manager.join(0, 40, 4)
+    feed(DECODER, manager, {0: [1] * 4})
+    lists: Any = manager.store.lists
+    lists.count = None
+    manager._check_limits()
+    lists.longest[0] = 6
+    with pytest.raises(AttributeError):
+        manager._check_limits()
+
+
 def test_due_needs_a_budget() -> None:
     policy = Mine(lambda step: policy.due(step))
     assert "asks `due` which lanes exceed their budget, and its `budget` is None: give it one" in refused(policy)
