@@ -116,6 +116,7 @@ def load(
         spoken="" if embedded else str(path_or_id),
         adapter=merged,
         options=_options_of(template, think_tags),
+        template=dict(template or {}),
     )
     try:
         read = load_decoder if merged is None else merged.load

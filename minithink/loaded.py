@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy
 from minithink.kv.sizes import said_of_bytes, tokens_of_bytes
 from minithink.model import Decoder, Rope
+from minithink.text.spoken import differences
 from minithink.text.tokenizer import Tokenizer
 
 
@@ -31,6 +32,7 @@ class Home:
     spoken: str = ""  # the model's name on the command line; "": it is the embedded one
     adapter: Adapter | None = None  # what was merged into the weights
     options: tuple[str, ...] = ()  # more words of a command line that speaks to the model in the same way
+    template: Mapping[str, Any] | None = None  # variables of the chat template; None: they are not known
 
     @property
     def checkpoint(self) -> str:
@@ -107,4 +109,9 @@ class Loaded:
         caution = calibration.caution(name, values)
         if caution:
             self.cautions.add(caution)
+        other = differences(values.get("settings"), self.home.template, self.tokenizer.tags)
+        if other:
+            self.cautions.add(
+                f"{name} was calibrated with {other}: give the same --template and --think-tags, or calibrate again"
+            )
         return values

@@ -670,6 +670,20 @@ def test_cautions_of_a_calibration_are_kept(engine: Engine, monkeypatch: pytest.
     assert "some.json: a small sample" in loaded.cautions
 
 
+def test_a_calibration_of_another_chat_is_said(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"template": {"enable_thinking": False}}
+    monkeypatch.setattr("minithink.checkpoint.calibration.read", lambda **given: {"settings": settings})
+    for template, warned in (({}, True), ({"enable_thinking": False}, False), (None, False)):
+        home = Home(Path("here"), Path("there"), template=template)
+        loaded = Loaded(engine.decoder, engine.tokenizer, home=home)
+        loaded.calibration("thoughts.json")
+        said = (
+            "thoughts.json was calibrated with the chat template's variables {'enable_thinking': False} (now {}): "
+            "give the same --template and --think-tags, or calibrate again"
+        )
+        assert (said in loaded.cautions) == warned, template
+
+
 class Silent:
     """A recorder that nothing is told before a sequence joins."""
 

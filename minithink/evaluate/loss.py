@@ -68,6 +68,7 @@ from minithink.results.progress import progress
 from minithink.results.sources import source_of
 from minithink.sequence import Track
 from minithink.stream import Stream
+from minithink.text.spoken import differences
 from minithink.text.tags import tags_of
 
 HELP = (
@@ -186,6 +187,8 @@ def measure(
     length = job.read_length
     tags = tags_of(job.think_tags)
     if job.answers:
+        for note in said_of_chat(job):
+            _say(note)
         texts = read_answers(job.texts, job.limit, job.seed, tags)
     else:
         texts = read_texts(job.texts, length=length or LENGTH, limit=job.limit, seed=job.seed, tags=tags)
@@ -239,6 +242,20 @@ def measure(
             "--dtype or another checkpoint."
         )
     return loss_summary.summarize(records, job.seed, settings["policies"])
+
+
+def said_of_chat(job: LossJob) -> list[str]:
+    """A sentence, if the answers of an evaluation were generated with another chat template or other tags."""
+    folder = Path(job.texts)
+    if not job.answers or job.texts in NAMES or not folder.is_dir():
+        return []
+    other = differences(settings_of(folder), job.template or {}, tags_of(job.think_tags))
+    if not other:
+        return []
+    return [
+        f"the texts of {folder} were generated with {other}: to read them as they were generated, give the same "
+        "--template and --think-tags"
+    ]
 
 
 def title_of(settings: dict[str, Any]) -> str:

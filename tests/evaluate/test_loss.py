@@ -369,7 +369,9 @@ def test_answers_are_the_tokens_behind_the_thinking(model: Path, tmp_path: Path)
             assert first_of(r) == len(prompt) + len(rest) - answer
 
 
-def test_answers_of_an_evaluation(model: Path, problems: Path, tmp_path: Path) -> None:
+def test_answers_of_an_evaluation(
+    model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its texts are read with their questions; those that never ended are left out."""
     output = tmp_path / "evaluated"
     given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
@@ -388,6 +390,16 @@ def test_answers_of_an_evaluation(model: Path, problems: Path, tmp_path: Path) -
     engine = load(model, device="cpu")
     question = QUESTIONS[int(rows[0]["id"][1:])]
     assert found["full", None, rows[0]["id"], 0].prompt_tokens == len(engine.prompt_ids(question))
+    assert "were generated with" not in capsys.readouterr().err
+    config = json.loads((output / "config.json").read_text())
+    config["settings"] |= {"template": {"enable_thinking": False}, "think_tags": ["[THINK]", "[/THINK]"]}
+    (output / "config.json").write_text(json.dumps(config))
+    assert main(words(model, output, tmp_path / "again", answers=True)) == 0
+    assert (
+        f"the texts of {output} were generated with the chat template's variables {{'enable_thinking': False}} (now "
+        "{}) and the tags of the thinking [THINK],[/THINK] (now <think>,</think>): to read them as they were "
+        "generated, give the same --template and --think-tags\n"
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
