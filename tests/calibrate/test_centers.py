@@ -22,7 +22,7 @@ from minithink.checkpoint import calibration
 from minithink.checkpoint.calibration import CENTERS, METADATA
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.evaluate.datasets import load_dataset
 from minithink.kv.full import FullCache
 from minithink.model import Rope, rope_frequencies
@@ -151,7 +151,7 @@ def test_the_tensors_are_means_over_all_queries(
     assert m["tokens"] == sum(map(len, texts))
     assert about["checkpoint"] == checkpoint_hash(model)
     assert about["complete"]
-    assert capsys.readouterr().out.startswith(f"{len(texts)} prompts, ")
+    assert capsys.readouterr().out.startswith(f"{counted(len(texts), 'prompt')}, ")
     assert [p.name for p in tmp_path.iterdir()] == [CENTERS], "the journal is gone"
     values = calibration.read(tmp_path, CENTERS, model)
     assert torch.equal(values["norm"], tensors["norm"])
