@@ -231,7 +231,7 @@ def test_how_far_it_is_is_said_while_no_sequence_ends(
         interrupt(patch, 1)
         assert main(given) == 130
     [there] = read(tmp_path).records
-    assert capsys.readouterr().err.count(" sequences; ") == 0
+    assert "tokens/s" not in capsys.readouterr().err
     now = [0.0]
     advance = Stream._advance
 
@@ -433,7 +433,7 @@ def test_a_budget_below_the_prompts_is_said(
 ) -> None:
     evaluate(model, problems, tmp_path / "small", policies="window", budgets="8", limit=3, max_new_tokens=2)
     err = capsys.readouterr().err
-    said = "1 of 3 prompts, of up to 11 tokens, have more tokens than are kept with window at 8 tokens: parts of the "
+    said = "1 of 3 prompts, of up to 11 tokens, has more tokens than are kept with window at 8 tokens: parts of the "
     assert f"minithink.evaluate: {said}question may be evicted\n" in err
     assert "full is run first" not in err
     evaluate(model, problems, tmp_path / "enough", policies="window", budgets="11", limit=3, max_new_tokens=2)
