@@ -39,8 +39,8 @@ def refused(capsys: pytest.CaptureFixture[str], output: Path) -> str:
     return said
 
 
-def test_the_control_answers_as_the_embedded_model_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without eviction both are right. The weights differ, the shape and the tokenizer do not."""
+def test_the_control_differs_in_its_weights_and_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the shape, the tokenizer and the defaults of the embedded model, and began with the same weights."""
     output = tmp_path / "models" / "control"
     assert models.main(["tiny-control", "--output", str(output)]) == 0
     assert f"--model {output}" in capsys.readouterr().out

@@ -326,9 +326,8 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
     """
     work = partial(recheck if args.recheck else evaluated, args, argv)
     ordered = sorted(keys, key=lambda key: (key["policy"] != FULL, needs_length(key)))
-    without_full = {
-        key["dataset"] for key in keys if key["policy"] == FULL
-    }  # families whose full cache has not ended
+    # Families whose full cache has not ended.
+    without_full = {key["dataset"] for key in keys if key["policy"] == FULL}
     errors = list[Exception]()
     done = 0
     if args.processes > 1 and not args.finished:
