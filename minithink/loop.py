@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minithink.kv.batch import ACTIVE, Batch
+from minithink.kv.batch import ACTIVE, ROW, Batch
 from minithink.kv.contract import Demand
 from minithink.kv.manager import KVManager
 from minithink.model import Decoder
@@ -364,7 +364,7 @@ class DecodeLoop:
             part(batch.to(cache.device), out)
             return out
         padded = self._padded(batch, sizes)
-        whole = padded.row.tolist() == list(range(cache.shape.rows))
+        whole = padded.whole
         key = Key(
             rows=len(padded),
             whole=whole,
@@ -381,8 +381,11 @@ class DecodeLoop:
 
     def _padded(self, batch: Batch, sizes: Sequence[int]) -> Batch:
         """The batch, and behind it padding rows (not active) up to the next size of a graph."""
+        if batch.whole:
+            return batch
         all_rows = self.cache.shape.rows
         size = next((size for size in sizes if len(batch) <= size <= all_rows), all_rows)
         taken = set(batch.row.tolist())
         idle = [row for row in range(all_rows) if row not in taken]
-        return self.cache.pad(batch, idle[: size - len(batch)])
+        values = self.cache.pad(batch, idle[: size - len(batch)]).values
+        return Batch(values, whole=values[ROW].tolist() == list(range(all_rows)))

@@ -553,9 +553,9 @@ class KVManager:
             return None
         if not self.tells_due:
             return self.sequences.everybody(batch)
-        which = [i for i in range(len(batch)) if due is None or due[i]]
-        if len(which) == len(batch):
+        if due is None or all(due):
             return batch
+        which = [i for i, is_due in enumerate(due) if is_due]
         return batch[which] if which else None
 
     @torch.inference_mode()
@@ -624,11 +624,10 @@ class KVManager:
             Exhausted: the pool is too small; nothing has changed, and the buffers wait.
         """
         size = self.store.storage.buffer
-        if not size:
+        waiting = self.store.waiting
+        if not size or size not in waiting:
             return None
-        full = [row for row in self.sequences.taken() if self.store.waiting[row] == size]
-        if not full:
-            return None
+        full = [row for row, tokens in enumerate(waiting) if tokens == size]
         if self.store.asks:
             self.store.require_flush(full)
         self.store.flushed(full)

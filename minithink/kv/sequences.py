@@ -156,11 +156,13 @@ class Sequences:
 
     def count(self, lineup: Lineup, tokens: Sequence[int]) -> None:
         """Count one generated token of each sequence of a lineup."""
-        stages = self._stages(lineup.known, tokens)
-        for known, token, thinks in zip(lineup.known, tokens, stages, strict=True):
+        for known in lineup.known:
             known.length += 1
-            known.thinking = thinks
-            known.staged = known.staged or token in self.think_ids
+        if self._tagged(tokens):
+            stages = self._stages(lineup.known, tokens)
+            for known, token, thinks in zip(lineup.known, tokens, stages, strict=True):
+                known.thinking = thinks
+                known.staged = known.staged or token in self.think_ids
         lineup.steps = max(0, lineup.steps - 1)
 
     # -- batches
@@ -206,20 +208,22 @@ class Sequences:
 
     def _count_as_thinking(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
         """Whether each sequence counts as thinking after its token: it thinks, or no tag has ever come."""
+        if not self._tagged(tokens):
+            return [k.thinking or not k.staged for k in known]
         stages = self._stages(known, tokens)
-        if all(k.staged for k in known):
-            return stages
         out = []
         for k, token, thinks in zip(known, tokens, stages, strict=True):
             tagged = k.staged or token in self.think_ids
             out.append(thinks or not tagged)
         return out
 
+    def _tagged(self, tokens: Sequence[int]) -> bool:
+        """Whether one of these tokens opens or closes the think stage."""
+        return None not in self.think_ids and not set(self.think_ids).isdisjoint(tokens)
+
     def _stages(self, known: Sequence[Known], tokens: Sequence[int]) -> list[bool]:
         """Whether each sequence is in the think stage after its token."""
         opens, closes = self.think_ids
-        if None in (opens, closes) or not {opens, closes}.intersection(tokens):
-            return [k.thinking for k in known]
         out = []
         for k, token in zip(known, tokens, strict=True):
             is_tag = token in (opens, closes)
