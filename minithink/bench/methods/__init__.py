@@ -71,6 +71,7 @@ class Table:
     kind: str = ""  # kind of cases; if given, the rows name their own runs (`tables/markdown.py`)
     goals: tuple[Goal, ...] = ()  # comparisons of cases of this kind, below the table
     shipped: tuple[Path, ...] = ()  # paths of the results, if they lie beside a model; several: as with `files`
+    written: Callable[[], Iterable[str]] | None = None  # all lines of a table that shows no result
 
 
 @dataclass(frozen=True)

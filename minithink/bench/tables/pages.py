@@ -9,7 +9,8 @@ A document says where a table belongs, and everything between the two lines is r
 needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A comparison on several
 models has more (`answers/transfer.py`). A column is a heading, a
 field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
-share (`tables/markdown.py`). A heading that ends in ? is left out where all of its cells are empty.
+share (`tables/markdown.py`). A heading that ends in ? is left out where all of its cells are empty. The tables of
+docs/fidelity.md are lines that `fidelity/lines.py` writes, and show no result.
 
 A row is marked with † if the code or the defaults of its policy have changed since it was measured. Marks are of the
 day on which `bench tables` ran. --check leaves them out on both sides: whoever changes a policy would otherwise have
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.bench.answers import overall, pool, sweep, transfer
+from minithink.bench.fidelity import lines as fidelity
 from minithink.bench.methods import Column, Result, Row, Table, collected
 from minithink.bench.speed import compare
 from minithink.bench.tables.markdown import FORMAT, cell, markdown, source_of_rows, values_of
@@ -185,6 +187,10 @@ def fill(text: str, name: str, where: Path | Source, folder: Path | None = None)
                 raise MinithinkError(f"{name}:{number} begins a table, and the next begins before a line {END}.")
         else:
             raise MinithinkError(f"{name}:{number} begins a table, and no line {END} follows.")
+        written = TABLES[table].written
+        if written is not None:
+            out += [*written(), END]
+            continue
         found = source.of_table(table)
         made = lines_of(TABLES[table], together(found))
         out += made[: -len(found)]
@@ -273,5 +279,6 @@ TABLES: dict[str, Table] = (
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
     | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
     | {name: entry.table for name, entry in transfer.ENTRIES.items()}
+    | fidelity.TABLES
     | collected("TABLES")  # a method may show its sweep in its own way
 )
