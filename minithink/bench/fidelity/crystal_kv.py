@@ -44,7 +44,10 @@ METHOD = (
         of="Algorithm 1: update CRF of hits, decay the others, keep the B largest, in each head",
         verdict="differs by choice",
         code=("ref.retain:retain", "kernels.retain:retain"),
-        tests=(f"{TEST}:test_decisions_follow_from_the_whole_history", f"{TEST}:test_leaving_order_by_hand"),
+        tests=(
+            f"{TEST}:test_decisions_follow_from_the_whole_history",
+            f"{TEST}:test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token",
+        ),
         paper="Lines 1 and 2: hits count once the head is full.",
         here="Hits count from the first token, as §5.2's sum over the whole history does; `track=full` is the "
         "letter. What it changes is not measured.",
@@ -95,7 +98,7 @@ METHOD = (
         of="§6.1: Crystal-KV Lite, with budgets that stay equal",
         verdict="agrees",
         code=(LITE,),
-        tests=(f"{TEST}:test_the_smallest_crf_goes_then_the_older_hit_then_the_older_token",),
+        tests=(f"{TEST}:test_decisions_follow_from_the_whole_history",),
         shown=(f"{PAGE}#right-answers",),
     ),
     Item(
@@ -158,7 +161,7 @@ FINDINGS = (
         code=("analysis.answer_attention:life", "analysis.answer_attention:ends"),
         tests=("analysis/test_answer_attention.py:test_runs_of_hits_are_apart_by_more_than_64_tokens",),
         shown=(f"{PAGE}#heads",),
-        paper="“Intermittent rather than continuous attention that persists until the end of the think stage.”",
+        paper="A “sink-to-bottom pattern”: attention comes and goes, and lasts until the thinking ends.",
         here="Hits of such a token come in 1.13 runs on average, those of the bottom 30 % in 1.68. They do last "
         "to the end. One family, 16 texts.",
     ),

@@ -44,6 +44,7 @@ class Paper:
     tables: int = 0
     equations: int = 0
     algorithms: int = 0
+    heading: str = "of the paper"  # of the first column
 
     def ordered(self) -> list[Item]:
         """The rows by verdict, and of equal verdicts in the order of the paper."""

@@ -7,11 +7,17 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import PurePosixPath
 
-from minithink.bench.fidelity import crystal_kv
+from minithink.bench.fidelity import baselines, crystal_kv, dynts, skipkv, thinkv
 from minithink.bench.fidelity.item import VERDICTS, Item, Paper
 from minithink.bench.methods import Table
 
-PAPERS = {"crystal-kv": crystal_kv.PAPER}  # name of the table behind "fidelity-" → its rows
+PAPERS = {  # name of the table behind "fidelity-" → its rows
+    "thinkv": thinkv.PAPER,
+    "skipkv": skipkv.PAPER,
+    "crystal-kv": crystal_kv.PAPER,
+    "dynts": dynts.PAPER,
+    "baselines": baselines.PAPER,
+}
 NOTHING = "–"
 
 
@@ -32,7 +38,7 @@ def of_counts(papers: Iterable[Paper]) -> list[str]:
 
 def of_paper(paper: Paper) -> list[str]:
     """The rows of a paper, those that differ first."""
-    heading = ["of the paper", "verdict", "code", "tests", "shown here", "paper, authors' code, here"]
+    heading = [paper.heading, "verdict", "code", "tests", "shown here", "paper, authors' code, here"]
     return of_cells([heading, *(cells_of(item) for item in paper.ordered())])
 
 

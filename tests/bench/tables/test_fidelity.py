@@ -14,6 +14,7 @@ from minithink.bench.fidelity.item import VERDICTS, Item, Paper
 from minithink.bench.tables import pages
 from minithink.errors import MinithinkError
 from minithink.evaluate import papers
+from minithink.policies import POLICIES
 from minithink.results.origin import ROOT
 
 DOCS = ROOT / "docs"
@@ -129,9 +130,17 @@ def test_numbers_of_a_text_are_found() -> None:
     assert numbered(text, "table") == {2}
 
 
-def test_commands_of_papers_exist() -> None:
+def test_every_command_of_a_paper_has_a_row() -> None:
     named = {name for _, item in ITEMS for name in item.runs}
-    assert named <= papers.TABLES.keys()
+    assert named == papers.TABLES.keys()
+
+
+def test_every_policy_that_the_papers_compare_has_a_row() -> None:
+    rows = [row for table in papers.TABLES.values() for column in table.columns for row in column.rows]
+    compared = {row.policy.partition(":")[0] for row in rows} - {"full"}
+    assert len(compared) > 12
+    named = {name.partition(":")[2] for _, item in ITEMS for name in item.code}
+    assert [name for name in compared if POLICIES[name].__name__ not in named] == []
 
 
 def test_rows_that_differ_stand_first() -> None:
