@@ -26,12 +26,15 @@ async function load(script) {
   return d;
 }
 
+// Marks that turn the direction of all that follows would also turn what the page itself says: they are shown as U+FFFD.
+const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
+const upright = (text) => text.replace(TURNS, "\ufffd");
 const number = (n) => n.toLocaleString("en");
 const mib = (n) => n >= 104857.6 ? (n / 1048576).toFixed(2) + " MiB" : (n / 1024).toFixed(1) + " KiB";
 
 function element(name, text = "", className = "") {
   const e = document.createElement(name);
-  e.textContent = text;
+  e.textContent = upright(text);
   if (className) e.className = className;
   return e;
 }
@@ -43,6 +46,7 @@ function view(d, $, page) {
   const alive = new Uint16Array(n), held = new Uint32Array(units); // at the step that is shown
   const shown = new Int16Array(n).fill(-1); // the class of every token
   const then = new Int32Array(n).fill(-1); // tables that hold a thinking token when thinking ends; -1: another token
+  const apart = d.departs ? d.prompt + d.departs - 1 : -1; // the first token that the first trace does not have
   let t = d.steps, mode = "heads", chosen = -1;
   const born = (p) => Math.max(0, p - d.prompt + 1);
   const visible = () => Math.min(n, d.prompt + t); // tokens that came until now
@@ -66,9 +70,11 @@ function view(d, $, page) {
     const text = $("text"), all = document.createDocumentFragment();
     let line = null;
     for (let p = 0; p < n; p++) {
-      if (line === null || d.texts[p - 1].includes("\n")) all.append(line = document.createElement("div"));
-      const span = spans[p] = document.createElement("span");
-      span.textContent = d.texts[p];
+      if (line === null || d.texts[p - 1].includes("\n")) {
+        all.append(line = document.createElement("div"));
+        line.dir = "auto"; // a line of Hebrew runs from right to left, and the lines around it do not
+      }
+      const span = spans[p] = element("span", d.texts[p]);
       span.p = p;
       line.append(span);
     }
@@ -124,7 +130,7 @@ function view(d, $, page) {
       if (p < until) code = left[p] ? colour(p) : GONE + (pale ? plain : colour(p));
       if (code === shown[p]) continue;
       shown[p] = code;
-      spans[p].className = names[code % GONE] + (code >= GONE ? " gone" : "") + nl(p) + (p === chosen ? " chosen" : "");
+      spans[p].className = names[code % GONE] + (code >= GONE ? " gone" : "") + nl(p) + (code && p === apart ? " apart" : "") + (p === chosen ? " chosen" : "");
     }
   }
 
@@ -156,7 +162,7 @@ function view(d, $, page) {
     if (!T) return;
     const points = Array.from({ length: Math.min(T, 400) }, (_, i, a) => Math.round(i * (T - 1) / Math.max(1, Math.min(T, 400) - 1)));
     const total = (step) => bytes.reduce((sum, of) => sum + of[step], 0);
-    const most = Math.max(full(T - 1), ...points.map(total), 1);
+    const most = Math.max(1, ...points.map(total)); // the scale is this trace's own
     const y = (value) => H - BOTTOM - (H - TOP - BOTTOM) * value / most;
     const base = new Float64Array(points.length);
     bytes.forEach((of, k) => {
@@ -168,8 +174,10 @@ function view(d, $, page) {
       $("kinds").append(item);
     });
     make("line", { class: "axis", x1: LEFT, x2: W - LEFT, y1: H - BOTTOM, y2: H - BOTTOM });
-    make("line", { class: "full", x1: x(0), y1: y(full(0)), x2: x(T - 1), y2: y(full(T - 1)) });
-    make("text", { x: x(T - 1), y: y(full(T - 1)) - 4, "text-anchor": "end" }, "a full cache: " + mib(full(T - 1)));
+    const leaves = Math.min(T - 1, most / d.fullBytes - d.prompt); // the step at which a full cache is above the picture
+    if (leaves > 0) make("line", { class: "full", x1: x(0), y1: y(full(0)), x2: x(leaves), y2: y(full(leaves)) });
+    make("text", { x: LEFT, y: TOP - 4 }, "at most " + mib(most));
+    make("text", { x: W - LEFT, y: TOP - 4, "text-anchor": "end" }, "a full cache at the end (dashed): " + mib(full(T - 1)));
     make("text", { x: LEFT, y: H - 4 }, "0");
     make("text", { x: W - LEFT, y: H - 4, "text-anchor": "end" }, number(T - 1) + " generated tokens");
     picture(svg, LEFT, make, TOP, H - BOTTOM);
@@ -311,9 +319,20 @@ function view(d, $, page) {
   }
 
   function reveal(p) {
-    if (!spans[p]) return;
-    spans[p].scrollIntoView({ block: "nearest" });
-    page.scrolled($("text"));
+    if (spans[p]) scrolling(() => spans[p].scrollIntoView({ block: "nearest" }));
+  }
+
+  function scrolling(act) {
+    const text = $("text"), before = text.scrollTop;
+    act();
+    if (text.scrollTop !== before) page.scrolled(text);
+  }
+
+  function track(p) { // scroll the text alone, so that the page stays where its reader is
+    const text = $("text"), box = text.getBoundingClientRect(), token = spans[p].getBoundingClientRect();
+    const below = token.bottom - box.bottom, above = box.top - token.top;
+    if (below > 0) scrolling(() => { text.scrollTop += below + token.height; });
+    else if (above > 0) scrolling(() => { text.scrollTop -= above; });
   }
 
   // --- what is shown
@@ -349,11 +368,33 @@ function view(d, $, page) {
     readout();
     map();
     describe();
-    if (follow && visible()) reveal(visible() - 1);
+    if (follow && visible()) track(visible() - 1);
   }
 
   $("text").addEventListener("pointerover", (event) => { if (event.target.p !== undefined) page.point($("text"), event.target.p); });
   $("text").addEventListener("click", (event) => { if (event.target.p !== undefined) page.pin($("text"), event.target.p); });
+  // --- several traces: what became of each
+  function who(first) { // first: the trace that the others are compared with
+    $("name").append(element("bdi", d.name));
+    if (d.outcome) {
+      const { word, found, answer, ended } = d.outcome;
+      $("outcome").append(element("strong", word, word), ": ", found === null ? "no answer" : element("bdi", found));
+      if (word === "wrong") $("outcome").append(", and ", element("bdi", answer), " is right");
+      if (ended) $("outcome").append(` (${ended})`);
+    }
+    const other = element("bdi", first.name), into = $("departs");
+    if (d === first) into.append("the others are compared with this text");
+    else if (d.departs === null) into.append("another prompt than that of ", other);
+    else if (d.departs === 0) into.append("the same text as that of ", other);
+    else {
+      const button = element("button", `token ${number(d.departs)}`);
+      button.type = "button";
+      button.addEventListener("click", () => page.visit(d.departs, apart));
+      into.append("departs from the text of ", other, " at ", button);
+    }
+    $("ending").textContent = d.holds;
+  }
+
   const about = Object.entries(d.about).map(([key, value]) => `${key} ${value}`);
   about.push(`${number(d.prompt)} prompt tokens, ${number(d.steps)} generated`, `${d.layers} layers × ${d.heads} KV heads`);
   if (d.done) about.push(`recording took ${Number(d.done.seconds).toFixed(2)} s for ${number(Number(d.done.steps))} steps`);
@@ -361,22 +402,22 @@ function view(d, $, page) {
     $("notice").textContent = "The run was interrupted, or its file is cut off: the trace shows it as far as it was written.";
     $("notice").hidden = false;
   }
-  $("about").textContent = about.join(" · ");
+  for (const [i, text] of about.entries()) $("about").append(i ? " · " : "", element("bdi", text));
   build();
   holdings();
   chart();
   shares();
-  return { text: $("text"), tokens: n, show, choose, colour: (name) => { mode = name; legend(); } };
+  return { text: $("text"), tokens: n, who, show, choose, colour: (name) => { mode = name; legend(); } };
 }
 
 // A column for each trace: copies of the page's first, whose ids end in -1, -2, …  → how each finds its elements.
 function columns(traces) {
   const first = $("trace");
   if (traces.length > 1) {
-    const name = element("h2");
-    name.id = "name";
     document.body.classList.add("several");
-    first.prepend(name, $("about"), $("notice"));
+    $("who").hidden = false;
+    $("who").append($("notice"));
+    $("panels").append($("about"));
   }
   const finders = traces.map((_, k) => (id) => $(k ? `${id}-${k}` : id));
   for (let k = 1; k < traces.length; k++) {
@@ -385,14 +426,14 @@ function columns(traces) {
     for (const e of copy.querySelectorAll("[aria-labelledby]"))
       e.setAttribute("aria-labelledby", e.getAttribute("aria-labelledby").split(" ").map(own).join(" "));
     $("traces").append(copy);
+    $(own("keys")).remove(); // said once
   }
-  if (traces.length > 1) traces.forEach((d, k) => { finders[k]("name").textContent = `${d.policies.join(" + ")}, sequence ${d.sequence}`; });
   return finders;
 }
 
 function start(traces) {
   const steps = Math.max(...traces.map((d) => d.steps)), offsets = new Map(); // text → where this script has scrolled it
-  let t = steps, chosen = -1, pinned = false, playing = 0, pending = 0;
+  let t = 0, chosen = -1, pinned = false, playing = 0, pending = 0;
   const scrolled = (text) => offsets.set(text, text.scrollTop);
   function choose(p, pointed) { // pointed: the text in which the pointer is; it does not move
     if (p < 0 || p >= most || p === chosen) return;
@@ -401,11 +442,13 @@ function start(traces) {
   }
   const page = {
     go, scrolled,
+    visit: (step, p) => { play(false); go(step); pinned = true; choose(p); },
     point: (text, p) => { if (!pinned) choose(p, text); },
     pin: (text, p) => { pinned = !(pinned && p === chosen); choose(p, text); },
   };
   const finders = columns(traces), views = traces.map((d, k) => view(d, finders[k], page));
   const most = Math.max(...views.map((of) => of.tokens));
+  if (traces.length > 1) for (const of of views) of.who(traces[0]);
 
   function show() {
     pending = 0;
@@ -425,10 +468,12 @@ function start(traces) {
     cancelAnimationFrame(playing);
     playing = 0;
     if (!on) return;
-    if (t >= steps) t = 0;
-    const from = t, began = performance.now(), speed = Math.max(20, steps / 20) / 1000; // tokens a millisecond
+    const speed = Math.max(20, steps / 20) / 1000; // tokens a millisecond
+    let at = t < steps ? t : 0, last = performance.now();
     const tick = (time) => {
-      go(from + Math.floor(Math.max(0, time - began) * speed));
+      at += Math.min(100, Math.max(0, time - last)) * speed; // nobody has watched a tab that was hidden for longer
+      last = time;
+      go(Math.floor(at));
       if (t >= steps) play(false);
       else playing = requestAnimationFrame(tick);
     };
@@ -452,7 +497,9 @@ function start(traces) {
   for (const { text } of views) {
     for (const sign of ["pointerenter", "focus"]) text.addEventListener(sign, () => { leader = text; });
     text.addEventListener("scroll", () => {
-      if (text !== leader || offsets.get(text) === text.scrollTop) return;
+      const ours = offsets.get(text) === text.scrollTop;
+      offsets.delete(text);
+      if (text !== leader || ours) return;
       for (const other of views) if (other.text !== text) other.text.scrollTop = text.scrollTop;
     });
   }
@@ -471,6 +518,7 @@ function start(traces) {
   });
   colour();
   show();
+  if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play(true);
   document.documentElement.dataset.ready = "yes";
 }
 

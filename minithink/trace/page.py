@@ -12,18 +12,64 @@ import base64
 import hashlib
 import html
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from minithink.errors import CONTROL
 from minithink.tasks import question_in
 from minithink.tasks.needs import read
 from minithink.trace.format import KINDS, Array, File, Trace, pack
 
 RANKS = 2**20  # ranks of scores that a page holds for a trace: a longer trace has fewer snapshots
 SNAPSHOTS = 256  # at most: steps with scores
+LONGEST = 200  # characters of an answer that are shown
 FLOAT_MASK = 0xFFFFF000  # the 11 bits of a score that are shown; what is 0 deflates
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a text."""
+
+    right: bool | None  # None: it is not graded
+    found: str | None  # its answer; None: it has none
+    answer: str  # the right answer; "": nobody knows it
+    ended: str  # how it was cut off, as the end of a sentence; "": it ended by itself
+
+    @property
+    def word(self) -> str:
+        """In one word: right, wrong, or that it is not graded."""
+        if self.right is None:
+            return "not graded"
+        return "right" if self.right else "wrong"
+
+    def shown(self) -> dict[str, Any]:
+        """What the page is told; answers of a model may be long, and are cut off."""
+        found = None if self.found is None else _short(self.found)
+        return {"word": self.word, "found": found, "answer": _short(self.answer), "ended": self.ended}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A trace on a page, and what is known of its text beside the trace."""
+
+    file: File
+    sequence: int
+    name: str = ""  # what stands above it; "": the policies and the sequence
+    outcome: Outcome | None = None  # None: not known
+
+    @property
+    def trace(self) -> Trace:
+        """The trace that is shown."""
+        return self.file.traces[self.sequence]
+
+    @property
+    def title(self) -> str:
+        """What stands above it, without characters that turn the direction of writing."""
+        name = self.name or f"{' + '.join(self.trace.head.policies)}, sequence {self.sequence}"
+        return CONTROL.sub("\ufffd", name)
 
 
 def render(file: File, sequence: int, others: Sequence[tuple[File, int]] = ()) -> str:
@@ -33,15 +79,26 @@ def render(file: File, sequence: int, others: Sequence[tuple[File, int]] = ()) -
         file, sequence: the trace that is shown, or the first one.
         others: further traces, beside it in this order.
     """
-    shown = [(f, f.traces[number]) for f, number in ((file, sequence), *others)]
-    names = [f"{' + '.join(trace.head.policies)}, sequence {trace.sequence}" for _, trace in shown]
-    title = f"minithink trace: {' | '.join(names)}"
+    return side_by_side([Column(file, sequence), *(Column(*other) for other in others)])
+
+
+def side_by_side(columns: Sequence[Column]) -> str:
+    """The HTML of a page with these columns, at least one. The texts of the others are compared with the first."""
+    names = [html.escape(column.title) for column in columns]
     parts = {name: (files("minithink.trace") / f"page.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    blocks = [base64.b64encode(pack(*data(trace, f.done))).decode() for f, trace in shown]
+    blocks = []
+    for column in columns:
+        about, arrays = data(column.trace, column.file.done)
+        about["name"] = column.title
+        about["outcome"] = column.outcome.shown() if column.outcome else None
+        about["holds"] = holds(column.trace)
+        about["departs"] = departure(columns[0], column)
+        blocks.append(base64.b64encode(pack(about, arrays)).decode())
     return _fill(
         parts["html"],
         {
-            "title": html.escape(title),
+            "title": f"minithink trace: {' | '.join(names)}",
+            "heading": f"minithink trace: {' | '.join(f'<bdi>{name}</bdi>' for name in names)}",
             "policy": f"default-src 'none'; script-src '{_hash(parts['js'])}'; style-src '{_hash(parts['css'])}'; "
             "img-src data:",
             "css": parts["css"],
@@ -49,6 +106,42 @@ def render(file: File, sequence: int, others: Sequence[tuple[File, int]] = ()) -
             "data": "\n".join(f'<script type="application/octet-stream" class="data">{b}</script>' for b in blocks),
         },
     )
+
+
+def departure(first: Column, other: Column) -> int | None:
+    """The step at which a text first departs from another text: the number of the first generated token that differs.
+
+    The shorter of two whole texts departs where the other one goes on. A trace lacks the last token that was drawn,
+    because the model never read it. So this is the step after the last one of the shorter trace. If one of the traces
+    was interrupted, nobody knows how its text went on.
+
+    Args:
+        first: the text that the other one is compared with.
+        other: a text with the same prompt.
+
+    Returns:
+        A step from 1 on; 0: the texts are the same, as far as both are there; None: the prompts differ.
+    """
+    one = first.trace
+    two = other.trace
+    if not np.array_equal(one.ids[: one.prompt], two.ids[: two.prompt]):
+        return None
+    steps = max(0, min(one.steps, two.steps))
+    differs = np.flatnonzero(one.ids[one.prompt :][:steps] != two.ids[two.prompt :][:steps])
+    if len(differs):
+        return int(differs[0]) + 1
+    whole = first.file.done is not None and other.file.done is not None
+    return steps + 1 if whole and one.steps != two.steps else 0
+
+
+def holds(trace: Trace) -> str:
+    """What a trace holds at its end, in words: its bytes, and their share of a full cache's. "": it has no step."""
+    if trace.steps < 0:
+        return ""
+    held = int(trace.ledger[-1].sum())
+    share = held / (trace.tokens * trace.head.full_bytes)
+    size = f"{held / 2**20:,.2f} MiB" if held > 0.1 * 2**20 else f"{held / 2**10:.1f} KiB"
+    return f"holds {size} at the end, {100 * share:.1f} % of a full cache's"
 
 
 def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Array]]:
@@ -139,6 +232,10 @@ def _ranks(trace: Trace, snapshots: Array) -> Array:
         part = slice(int(ends[i] - trace.score_count[i]), int(ends[i]))
         row[trace.score_pos[part]] = np.maximum(1, trace.rank[part])
     return out.ravel()
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= LONGEST else text[:LONGEST] + "…"
 
 
 def _hash(content: str) -> str:

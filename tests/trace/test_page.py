@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from minithink.trace import page
 from minithink.trace.format import KINDS, File, Trace, read
-from tests.trace.browser import chromium, missing
+from tests.trace.browser import Page, needs_browser, prefer
 from tests.trace.draw import PROMPT, TEXTS, arrays, write
 
 N, STEPS = len(TEXTS), len(TEXTS) - PROMPT
@@ -150,88 +149,65 @@ def test_what_later_statements_need(file: File, tmp_path: Path) -> None:
     assert got["needStart"].tolist() == [0] * (N + 1)
 
 
+def cut(trace: Trace, steps: int, **changes: list[int]) -> Trace:
+    """The first steps of a trace without evictions. changes: of its arrays."""
+    texts = TEXTS[: PROMPT + steps]
+    gone = {name: [] for name in arrays() if name.startswith("evict")}
+    return Trace(trace.head, 0, PROMPT, arrays(texts, **gone, **changes))
+
+
+@pytest.mark.parametrize(
+    ("ids", "steps", "want"),
+    [
+        (range(N), STEPS, 0),
+        ([*range(PROMPT), 99, *range(PROMPT + 1, N)], STEPS, 1),
+        ([*range(PROMPT + 4), 99, 98, *range(PROMPT + 6, N)], STEPS, 5),
+        (range(N - 2), STEPS - 2, STEPS - 1),
+        ([99, *range(1, N)], STEPS, None),
+    ],
+    ids=["equal", "the first token", "the first of two", "it ends before", "another prompt"],
+)
+def test_where_a_text_departs(file: File, ids: list[int], steps: int, want: int | None) -> None:
+    other = cut(file.traces[0], steps, ids=list(ids))
+    columns = [page.Column(file, 0), page.Column(File(file.head, {0: other}, {}), 0)]
+    assert page.departure(*columns) == want
+    assert page.departure(*columns[::-1]) == want
+
+
+def test_nobody_knows_how_an_interrupted_text_goes_on(file: File) -> None:
+    """It departs from another text only if a token differs."""
+    whole = page.Column(file, 0)
+    for ids, want in ((range(N - 2), 0), ([*range(N - 3), 99], STEPS - 2)):
+        broken = page.Column(File(file.head, {0: cut(file.traces[0], STEPS - 2, ids=list(ids))}, None), 0)
+        assert page.departure(whole, broken) == want
+        assert page.departure(broken, whole) == want
+
+
+def test_what_a_trace_holds_in_words(file: File, tmp_path: Path) -> None:
+    assert page.holds(file.traces[0]) == "holds 0.4 KiB at the end, 39.6 % of a full cache's"
+    none = {name: [] for name in arrays()}
+    none |= {"ids": [1], "pieces": [1], "text": [65], "budget_step": [0], "budget": [-1] * 4}
+    assert page.holds(read(write(tmp_path / "trace", arrays(**none))).traces[0]) == ""
+
+
+def test_what_becomes_of_a_text_is_told_to_the_page() -> None:
+    outcome = page.Outcome(right=False, found="x" * 500, answer="7", ended="cut off")
+    assert outcome.shown() == {"word": "wrong", "found": "x" * 200 + "…", "answer": "7", "ended": "cut off"}
+    assert [page.Outcome(right, None, "", "").word for right in (True, False, None)] == [
+        "right",
+        "wrong",
+        "not graded",
+    ]
+
+
+def test_titles_do_not_turn_the_direction_of_writing(file: File) -> None:
+    html = page.side_by_side([page.Column(file, 0, "a\u202eb<i>"), page.Column(file, 0, "c")])
+    assert "<title>minithink trace: a\ufffdb&lt;i&gt; | c</title>" in html
+    assert "<h1>minithink trace: <bdi>a\ufffdb&lt;i&gt;</bdi> | <bdi>c</bdi></h1>" in html
+    assert "\u202e" not in html
+
+
 # -- in a browser
-
-
-class Page:
-    """A page that is open."""
-
-    def __init__(self, driver: Any) -> None:
-        self.driver = driver
-
-    def js(self, code: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(code, *arguments)
-
-    def open(self, path: Path) -> None:
-        self.driver.get_log("performance")
-        self.driver.get(path.as_uri())
-        self.wait("document.documentElement.dataset.ready === 'yes'")
-
-    def wait(self, condition: str) -> None:
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        WebDriverWait(self.driver, 20, 0.02).until(lambda _: self.js(f"return {condition}"))
-
-    def press(self, key: str, times: int = 1) -> None:
-        from selenium.webdriver import ActionChains
-
-        for _ in range(times):
-            ActionChains(self.driver).send_keys(key).perform()
-        self.settle()
-
-    def settle(self) -> None:
-        """After the next picture."""
-        self.driver.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => setTimeout(done))")
-
-    def point(self, position: int, click: bool = False) -> None:
-        from selenium.webdriver import ActionChains
-
-        span = self.js("return document.querySelectorAll('#text span')[arguments[0]]", position)
-        chain = ActionChains(self.driver).move_to_element(span)
-        (chain.click() if click else chain).perform()
-
-    def seek(self, step: int) -> None:
-        self.js(
-            "const e = document.getElementById('time'); e.value = arguments[0]; e.dispatchEvent(new Event('input'))",
-            step,
-        )
-        self.settle()
-
-    def colour(self, mode: str) -> None:
-        from selenium.webdriver.support.ui import Select
-
-        Select(self.driver.find_element("id", "mode")).select_by_value(mode)
-        self.settle()
-
-    @property
-    def now(self) -> str:
-        return self.text("now")
-
-    def text(self, name: str) -> str:
-        return str(self.js("return document.getElementById(arguments[0]).innerText", name))
-
-    def classes(self) -> list[str]:
-        return list(self.js("return [...document.querySelectorAll('#text span')].map((e) => e.className)"))
-
-    def cells(self, name: str) -> list[str]:
-        return list(
-            self.js("return [...document.querySelectorAll(`#${arguments[0]} td`)].map((e) => e.innerText)", name)
-        )
-
-    def requests(self) -> list[str]:
-        """Addresses that were asked for, but for the page itself."""
-        log = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = [m["params"]["request"]["url"] for m in log if m["method"] == "Network.requestWillBeSent"]
-        return [url for url in asked if not url.startswith("file:")]
-
-
-needs_browser = pytest.mark.skipif(missing() is not None, reason=missing() or "")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Page]:
-    with chromium() as driver:
-        yield Page(driver)
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +262,6 @@ def shown(trace: Trace, step: int, colour: Callable[[int, int], str]) -> list[st
 def test_the_slider_goes_through_time(opened: Page, file: File) -> None:
     """Colours, bytes, tokens kept and budgets of every step."""
     trace = file.traces[0]
-    assert opened.now == "11 of 11 tokens", "it opens at the end"
     for step in (11, 0, 1, 3, 7, 10, 11):
         opened.seek(step)
         assert opened.now == f"{step} of 11 tokens"
@@ -306,6 +281,101 @@ def test_the_slider_goes_through_time(opened: Page, file: File) -> None:
     opened.seek(0)
     x.append(float(opened.js("return document.querySelector('.cursor').getAttribute('x1')")))
     assert x == [396, 4]
+
+
+@needs_browser
+def test_the_page_opens_at_the_beginning(browser: Page, path: Path) -> None:
+    """It plays at once, unless the system asks for less motion."""
+    playing = "return document.getElementById('play').getAttribute('aria-pressed')"
+    browser.open_at_beginning(path)
+    assert browser.now == "0 of 11 tokens"
+    assert [name.split()[0] for name in browser.classes()[PROMPT:]] == ["future"] * STEPS
+    assert browser.js(playing) == "false"
+    prefer(browser.driver, motion="no-preference")
+    try:
+        browser.open_at_beginning(path)
+        browser.wait("document.getElementById('now').textContent === '11 of 11 tokens'")
+        browser.wait("document.getElementById('play').textContent === 'Play'")
+        assert browser.js(playing) == "false", "it stops at the end"
+    finally:
+        prefer(browser.driver)
+
+
+@needs_browser
+def test_following_scrolls_the_text_alone(browser: Page, tmp_path: Path) -> None:
+    """The newest token is in view, and the page stays where its reader is."""
+    texts = [*TEXTS[:PROMPT], *["line\n"] * 200]
+    plain = {name: [] for name in arrays() if name.startswith("evict")}
+    path = tmp_path / "page.html"
+    path.write_text(page.render(read(write(tmp_path / "trace", arrays(texts, **plain))), 0), encoding="utf-8")
+    browser.open_at_beginning(path)
+    browser.js("scrollTo(0, document.documentElement.scrollHeight)")
+    before = browser.js("return scrollY")
+    code = """const box = document.getElementById("text").getBoundingClientRect();
+        const token = document.querySelectorAll("#text span")[arguments[0]].getBoundingClientRect();
+        return token.top >= box.top && token.bottom <= box.bottom"""
+    for step in (150, 200, 20):
+        browser.seek(step)
+        assert browser.js(code, PROMPT + step - 1), step
+        assert browser.js("return scrollY") == before
+    browser.js("document.getElementById('follow').checked = false")
+    browser.seek(200)
+    assert not browser.js(code, PROMPT + 199)
+
+
+TURNED = ["Q: ", "one\u202etwo", "\u2069", "?", "\n", "שלום ", "עולם", " 12", "\n", "three", " four", "\n"]
+
+
+@needs_browser
+def test_other_directions_of_writing_stay_in_their_line(browser: Page, tmp_path: Path) -> None:
+    """A line of Hebrew runs from right to left.
+
+    Marks that would turn the rest are shown as U+FFFD, wherever a text or a name of the trace is shown.
+    """
+    plain = {name: [] for name in arrays() if name.startswith("evict")}
+    head = {"policies": ["a\u202eb", "x"], "about": {"model": "c\u2067d"}}
+    file = read(write(tmp_path / "trace", arrays(TURNED, **plain), head=head))
+    outcome = page.Outcome(right=False, found="e\u202ef", answer="g\u202eh", ended="")
+    path = tmp_path / "page.html"
+    path.write_text(page.side_by_side([page.Column(file, 0, "", outcome), page.Column(file, 0)]), encoding="utf-8")
+    browser.open(path)
+    code = "return [...document.querySelectorAll('#text > div')].map((e) => getComputedStyle(e).direction)"
+    assert browser.js(code) == ["ltr", "rtl", "ltr"]
+    spans = browser.js("return [...document.querySelectorAll('#text span')].map((e) => e.textContent)")
+    assert spans == ["Q: ", "one\ufffdtwo", "\ufffd", *TURNED[3:]]
+    code = """const left = (p) => document.querySelectorAll("#text span")[p].getBoundingClientRect().left;
+        return [left(5) > left(6), left(6) > left(7), left(9) < left(10)]"""
+    assert browser.js(code) == [True, True, True], "words of Hebrew stand in their own order"
+    browser.point(1)
+    assert "text\none\ufffdtwo" in browser.text("token")
+    assert browser.text("outcome") == "wrong: e\ufffdf, and g\ufffdh is right"
+    assert not browser.js("return /[\\u202a-\\u202e\\u2066-\\u2069]/.test(document.body.innerText + document.title)")
+    isolated = browser.js(
+        "return [...document.querySelectorAll('#name, #outcome, #about')].every((e) => e.querySelector('bdi'))"
+    )
+    assert isolated
+
+
+@needs_browser
+def test_bytes_have_a_scale_of_their_own(browser: Page, tmp_path: Path) -> None:
+    """The picture is as high as the most bytes of the trace, though a full cache has a hundred times as many."""
+    file = read(write(tmp_path / "trace", arrays(), head={"full_bytes": 6400}))
+    path = tmp_path / "page.html"
+    path.write_text(page.render(file, 0), encoding="utf-8")
+    browser.open(path)
+    code = """return Math.min(...[...document.querySelectorAll("#chart polygon")].map(
+        (e) => Math.min(...e.getAttribute("points").split(" ").map((point) => Number(point.split(",")[1])))))"""
+    assert browser.js(code) == 14
+    said = browser.js("return [...document.querySelectorAll('#chart text')].map((e) => e.textContent)")
+    assert said[:2] == ["at most 0.4 KiB", "a full cache at the end (dashed): 100.0 KiB"]
+    assert browser.js("return document.querySelectorAll('#chart .full').length") == 0, "it is never in the picture"
+    path.write_text(page.render(read(write(tmp_path / "trace", arrays())), 0), encoding="utf-8")
+    browser.open(path)
+    end = browser.js(
+        "const e = document.querySelector('#chart .full'); return ['x2', 'y2'].map((k) => Number(e.getAttribute(k)))"
+    )
+    ratio = 405 / 64 - PROMPT
+    assert end == pytest.approx([4 + 392 * ratio / STEPS, 14], abs=0.01), "it leaves the picture at its top"
 
 
 @needs_browser
@@ -593,8 +663,7 @@ def contrast(first: list[float], second: list[float]) -> float:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable(scheme: str, opened: Page) -> None:
     """In the dark too: every colour leaves a contrast of at least 4.5 to its text (3.5 where no head keeps it)."""
-    media = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-    opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+    prefer(opened.driver, scheme)
     code = """
         const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
         const rgb = (...colours) => { canvas.clearRect(0, 0, 1, 1);
@@ -614,9 +683,7 @@ def test_text_is_readable(scheme: str, opened: Page) -> None:
     for name, (ground, ink) in colours.items():
         assert contrast(ground, ink) >= (3.5 if "gone" in name else 4.5), (scheme, name, ground, ink)
     assert len({tuple(ground) for ground, _ in colours.values()}) > 20
-    opened.driver.execute_cdp_cmd(
-        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
-    )
+    prefer(opened.driver)
 
 
 @needs_browser
@@ -756,6 +823,50 @@ def test_several_traces_stand_side_by_side(beside: Page, file: File) -> None:
         for name in ("trace", "trace-1")
     ]
     assert left[1] > left[0] + 300
+
+
+@needs_browser
+def test_what_became_of_each_text(browser: Page, file: File, tmp_path: Path) -> None:
+    """The verdict, the bytes, and where a text departs: a mark in the text, and a button that goes there."""
+    ids = [*range(PROMPT + 3), 99, *range(PROMPT + 4, N)]
+    other = File(file.head, {0: cut(file.traces[0], STEPS, ids=ids)}, {"seconds": 0, "steps": 11})
+    stranger = File(file.head, {0: cut(file.traces[0], STEPS, ids=[99, *range(1, N)])}, {"seconds": 0, "steps": 11})
+    columns = [
+        page.Column(file, 0, "<b>full</b>", page.Outcome(right=True, found="7", answer="7", ended="")),
+        page.Column(other, 0, "two", page.Outcome(right=False, found="<i>8</i>", answer="7", ended="")),
+        page.Column(
+            file, 0, "three", page.Outcome(right=False, found=None, answer="7", ended="cut off after 9 tokens")
+        ),
+        page.Column(stranger, 0, "four", page.Outcome(right=None, found=None, answer="", ended="")),
+    ]
+    path = tmp_path / "page.html"
+    path.write_text(page.side_by_side(columns), encoding="utf-8")
+    browser.open(path)
+    names = ["", "-1", "-2", "-3"]
+    assert [browser.text(f"name{x}") for x in names] == ["<b>full</b>", "two", "three", "four"]
+    assert [browser.text(f"outcome{x}") for x in names] == [
+        "right: 7",
+        "wrong: <i>8</i>, and 7 is right",
+        "wrong: no answer, and 7 is right (cut off after 9 tokens)",
+        "not graded: no answer",
+    ]
+    assert [browser.text(f"departs{x}") for x in names] == [
+        "the others are compared with this text",
+        "departs from the text of <b>full</b> at token 4",
+        "the same text as that of <b>full</b>",
+        "another prompt than that of <b>full</b>",
+    ]
+    assert browser.text("ending") == "holds 0.4 KiB at the end, 39.6 % of a full cache's"
+    for step, marked in ((11, [PROMPT + 3]), (4, [PROMPT + 3]), (3, [])):
+        browser.seek(step)
+        assert browser.js("return [...document.querySelectorAll('.apart')].map((e) => e.p)") == marked
+    browser.driver.find_element("css selector", "#departs-1 button").click()
+    browser.settle()
+    assert browser.now == "4 of 11 tokens"
+    assert browser.js("return [...document.querySelectorAll('.chosen')].map((e) => e.p)") == [PROMPT + 3] * 4
+    code = "return arguments[0].map((x) => document.getElementById(`text${x}`).getBoundingClientRect().top)"
+    assert len(set(browser.js(code, names))) == 1, "the texts begin at one height"
+    assert browser.driver.get_log("browser") == []
 
 
 @needs_browser
