@@ -86,9 +86,9 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "__init__": ("engine", "hf"),  # the public names
     "trace.format": (),
     "trace.recorder": ("trace.format",),
-    "trace": ("trace.format", "trace.recorder"),
     "generate": ("stream", "engine", "trace.recorder"),
     "evaluate": ("stream", "engine", "results.record", "trace.recorder"),
+    "trace": ("stream", "engine", "trace.format", "trace.recorder", "evaluate"),  # `trace compare` grades answers
     "analysis": ("stream", "engine", "results.record"),
     "calibrate": ("stream", "engine", "results.record", "evaluate"),  # it calibrates on datasets
     "check": ("stream", "engine"),

@@ -7,7 +7,6 @@ import errno
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -103,10 +102,6 @@ def _run(program: str, description: str, commands: Mapping[str, Any], argv: list
         summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
         more = f"{summary} {getattr(module, 'HELP', '')}".strip()
         module.add_arguments(choices.add_parser(name, help=summary, description=more))
-    words = [word for word in argv if not word.startswith("-")]
-    misspelt = words and get_close_matches(words[0], commands)  # argparse says that
-    if len(commands) == 1 and words and not misspelt and not {*commands, "-h", "--help", "--version"} & set(argv):
-        parser.error(f"the command is missing: write `{shlex.join([*commands, *argv])}`")
     args = parser.parse_args(argv)
     if args.command is None:
         parser.error(f"the command is missing; there are {', '.join(commands)}")

@@ -1,16 +1,17 @@
-"""The command line: `python -m minithink.trace view FILE`, or several files side by side."""
+"""The command line: `python -m minithink.trace view FILE`, or several files side by side, and `python -m
+minithink.trace compare`, which answers one problem under several policies."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import webbrowser
 from pathlib import Path
 
 from minithink.cli import commands
 from minithink.errors import MinithinkError, UsageError, escaped, unwritable
 from minithink.results.files import replace
-from minithink.trace.format import PAGE, File, read, refuse_others
+from minithink.trace import compare, page_file
+from minithink.trace.format import File, read, refuse_others
 
 
 class View:
@@ -72,15 +73,10 @@ class View:
         from minithink.trace.page import render
 
         output = args.output or paths[0].with_name("+".join(path.name for path in paths) + ".html")
-        refuse_others(output, 4096, lambda begins: PAGE in begins, "page of a trace", "--output")
-        try:
-            replace(output, render(*shown[0], shown[1:]))
-        except OSError as error:
-            raise unwritable("The page of a trace", output, error, "--output") from None
+        page_file.write(output, render(*shown[0], shown[1:]))
         print(f"written to {escaped(output)}{notes(shown)}")
-        if args.open and not webbrowser.open(output.resolve().as_uri()):
-            said = f"no browser was found: open {output.resolve()} in one yourself, or use --terminal"
-            print(f"minithink.trace: {escaped(said)}", file=sys.stderr)
+        if args.open:
+            page_file.show(output, ", or use --terminal")
         return 0
 
 
@@ -118,7 +114,8 @@ def chosen(file: File, path: Path, sequence: int | None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one subcommand → exit code: 0, 1 (it failed), 2 (it makes no sense as asked) or 130 (interrupted)."""
-    return commands.run("minithink.trace", "Traces of a cache, recorded with --trace.", {"view": View}, argv)
+    described = "Traces of a cache: what was recorded with --trace, or several policies on one problem."
+    return commands.run("minithink.trace", described, {"view": View, "compare": compare}, argv)
 
 
 if __name__ == "__main__":

@@ -255,8 +255,7 @@ def test_a_module_says_what_an_interrupt_leaves(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "x: stopped: start it again (SIGTERM)\n"
 
 
-def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there are several, or it is misspelt, argparse says what there is."""
+def test_the_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
 
     class Command:
         """Show."""
@@ -265,7 +264,6 @@ def test_the_only_command_is_forgotten(capsys: pytest.CaptureFixture[str]) -> No
         def add_arguments(parser: argparse.ArgumentParser) -> None: ...
 
     for commands, argv, said in (
-        (["view"], ["--open", "a b"], "the command is missing: write `view --open 'a b'`"),
         (["view"], ["vew", "a"], "there is no command 'vew'; did you mean view? There are view"),
         (["view", "plot"], ["a"], "there is no command 'a'; there are view, plot"),
         (["view", "plot"], [], "the command is missing; there are view, plot"),
