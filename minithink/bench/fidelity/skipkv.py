@@ -22,8 +22,8 @@ SENTENCES = (
         tests=(f"{TEST}:test_a_sentences_vector_is_its_mean_normalised",),
         shown=(f"{PAGE}#sentences",),
         paper="The mean, not normalised; the definition wants a cosine.",
-        authors="Hidden states after the final norm.",
-        here="The same, normalised. Only the newest `vectors=512` sentences keep a vector.",
+        authors="Hidden states after the final norm, and the mean normalised.",
+        here="The same as the code. Only the newest `vectors=512` sentences keep a vector.",
     ),
     Item(
         of="§4.1, equation 3: of two similar sentences the earlier one is redundant",
@@ -35,8 +35,8 @@ SENTENCES = (
             f"{TEST}:test_the_later_sentence_is_penalised_once_a_still_later_one_resembles_it",
         ),
         paper="i ≤ j, which would flag every sentence.",
-        authors="The penalty is that of the last similar sentence. A sentence with one token left has none.",
-        here="i < j. The penalty is the largest, and stays until the last token is gone.",
+        authors="i < j. The penalty is that of the last similar sentence. A sentence with one token left has none.",
+        here="i < j, too. The penalty is the largest, and stays until the last token is gone.",
     ),
     Item(
         of="§4.1, equation 4: importance of a token, two softmaxes around a maximum over the group",
@@ -145,20 +145,21 @@ STEERING = (
         tests=(f"{TEST}:test_the_vector_is_added_as_the_example_says", f"{TEST}:test_strength_0_keeps_every_bit"),
         shown=(f"{PAGE}#steering",),
         paper="In every forward pass, that of the prompt too.",
-        here="Only for generated tokens of the thinking. At every token with the paper's strength it spoils "
-        "`facts`: 23.5 points less.",
+        authors="Only at blank lines of the thinking.",
+        here="Only for generated tokens of the thinking; with `at=boundary` only at blank lines. At every token "
+        "with the paper's strength it spoils `facts`: 23.5 points less.",
     ),
     Item(
         of="§4.2: α_t = α_0 + γ·N_o, N_o sentences with Wait, Alternatively or again",
-        verdict="differs by choice",
+        verdict="agrees",
         code=(f"{POLICY}.strength", "text.sentences:automaton"),
         tests=(
             f"{TEST}:test_the_strength_grows_by_gamma_for_each_doubt_of_the_own_text",
             f"{TEST}:test_worked_example_5",
         ),
         paper="Sentences are counted.",
-        authors="Keywords are counted.",
-        here="Sentences, each once.",
+        authors="Sentences, each once. The strength is renewed only when the cache is compressed.",
+        here="Sentences, each once. The strength is renewed at every token.",
     ),
     Item(
         of="§4.3, equation 12, figure 8: padding takes from the budget; batches of prompts of similar length",
