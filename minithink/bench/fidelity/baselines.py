@@ -86,7 +86,7 @@ OF_PAPERS = (
         here="The code's formulas, for KV heads. The window is an option, `window=32`.",
     ),
     Item(
-        of="StreamingLLM (`streaming_llm`), the paper and its code: first tokens and newest tokens",
+        of="StreamingLLM (`streaming_llm`), mit-han-lab/streaming-llm: first tokens and newest tokens",
         verdict="differs by choice",
         code=("policies.streaming_llm:StreamingLLM",),
         tests=(
@@ -95,7 +95,7 @@ OF_PAPERS = (
         ),
         shown=(ALL, "backbone.md"),
         paper="Positions are counted within the cache.",
-        authors="Not compared.",
+        authors="So they are. Not compared on tensors.",
         here="Positions stay original, as in R-KV's and DynTS's comparisons; `rerotate=true` is the paper's way.",
     ),
     Item(
@@ -125,8 +125,8 @@ OF_PAPERS = (
             "policies/test_ada_snapkv.py:test_the_sums_of_heads_are_exact",
         ),
         shown=(ALL, f"{PAGE}#unequal-budgets"),
-        authors="Rounded budgets may add up to less. It compresses a prompt once. Compared: equal to "
-        "NVIDIA/kvpress@8bb29b9; AdaKV's totals are off by a few tokens.",
+        authors="Budgets of heads are rounded, so that their sum may differ from the layer's. It compresses a "
+        "prompt once. Compared: equal to NVIDIA/kvpress@8bb29b9; AdaKV's totals are off by a few tokens.",
         here="The budget is filled exactly, as in kvpress, and heads evict while decoding.",
     ),
     Item(
@@ -221,7 +221,8 @@ OTHERS = (
             "policies/test_morphkv.py:test_the_code_attends_to_the_same_tokens",
         ),
         shown=(ALL,),
-        authors="It chooses within a step, and masks attention for each query head. Compared: equal.",
+        authors="It chooses within a step, and masks attention for each query head. Compared: equal. Another "
+        "version averages what it evicts into one token.",
         here="It evicts when a step has ended, which leaves the same tokens; all query heads of a KV head see them.",
     ),
     Item(
@@ -245,8 +246,8 @@ OTHERS = (
         tests=("policies/test_vase.py:test_worked_example", "policies/test_vase.py:test_worked_example_of_dkv"),
         shown=(ALL,),
         paper="Only its abstract was at hand.",
-        authors="It pools over neighbours in the order of the last draw. Compared: the variant `dkv` is equal, "
-        "and the weights of the other are, but for rounding.",
+        authors="It pools over neighbours in the order of the last draw; another version sorts them by position. "
+        "Compared: the variant `dkv` is equal, and the weights of the other are, but for rounding.",
         here="It pools over neighbours in the text.",
     ),
     Item(
@@ -255,11 +256,11 @@ OTHERS = (
         code=("policies.keydiff:KeyDiff",),
         tests=("policies/test_keydiff.py:test_worked_example",),
         shown=(f"{PAGE}#scores-of-keys-alone",),
-        authors="A prompt is compressed, or 512 generated tokens at once. Not compared on tensors.",
+        authors="Of kvpress: a prompt is compressed, or 512 generated tokens at once. Not compared on tensors.",
         here="One token goes in every step, unless `schedule` says otherwise. Right answers are not on its page yet.",
     ),
     Item(
-        of="Knorm (`knorm`), `l2_compress` and NVIDIA/kvpress: short keys",
+        of="Knorm (`knorm`), alessiodevoto/l2compress and NVIDIA/kvpress: short keys",
         verdict="agrees",
         code=("policies.knorm:Knorm",),
         tests=("policies/test_knorm.py:test_worked_example",),
@@ -279,9 +280,10 @@ OTHERS = (
         ),
         shown=(f"{PAGE}#scores-of-keys-alone", "backbone.md#do-queries-lie-around-a-centre"),
         paper="Its equations were read through others' notes.",
-        authors="Its scripts keep the same tokens in all layers. Not compared on tensors.",
-        here="`share=head` is what the equations say, and `share=layers` what the scripts run. Right answers are "
-        "not on its page yet.",
+        authors="By default its scripts keep the same tokens in all layers; other scripts choose in each layer. "
+        "Not compared on tensors.",
+        here="`share=head` is what the equations say, and `share=layers` what the scripts run by default. Right "
+        "answers are not on its page yet.",
     ),
     Item(
         of="TurboQuant (formats `tq1` to `tq4`): a rotation, and a codebook for Gaussian numbers",
@@ -294,7 +296,7 @@ OTHERS = (
         ),
         paper="The scale is the vector's length, and algorithm 2 repairs inner products with further bits. A "
         "rotation is drawn at random.",
-        authors="Not compared.",
+        authors="Not read.",
         here="By default the scale itself makes inner products right on average; `scale=none` is the paper's "
         "letter. The rotation is a Hadamard matrix with fixed signs.",
     ),
