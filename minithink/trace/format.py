@@ -336,13 +336,17 @@ class Trace:
         lost = np.bincount(self.evict_unit[self.evict_step <= step], minlength=self.head.units)
         return int((self.born <= step).sum()) - lost
 
+    @cached_property
+    def entered(self) -> Array:
+        """Index into `formats` of every token when it came, or WAITS: uint8 [n]. Prompts come in full precision."""
+        thoughts = np.array(self.head.thoughts, dtype=np.uint8)
+        entered = np.full(self.tokens, 0, dtype=np.uint8)
+        entered[self.prompt :] = WAITS if self.head.buffer else thoughts[self.thought[1:]]
+        return entered
+
     def format(self, step: int) -> Array:
         """Index into `formats` of every token after a step, WAITS or GONE: uint8 [units, n]."""
-        head = self.head
-        thoughts = np.array(head.thoughts, dtype=np.uint8)
-        entered = np.full(self.tokens, 0, dtype=np.uint8)  # prompts are read in full precision
-        entered[self.prompt :] = WAITS if head.buffer else thoughts[self.thought[1:]]
-        out = np.tile(entered, (head.units, 1))
+        out = np.tile(self.entered, (self.head.units, 1))
         done = self.move_step <= step
         out[self.move_unit[done], self.move_pos[done]] = self.move_to[done]  # of equal indices the last one wins
         return np.where(self.kept(step), out, GONE).astype(np.uint8)

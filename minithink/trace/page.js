@@ -30,6 +30,7 @@ async function load(script) {
 const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
 const upright = (text) => text.replace(TURNS, "\ufffd");
 const number = (n) => n.toLocaleString("en");
+const several = (heads) => heads === 1 ? "1 head" : `${number(heads)} heads`;
 const mib = (n) => n >= 104857.6 ? (n / 1048576).toFixed(2) + " MiB" : (n / 1024).toFixed(1) + " KiB";
 
 function element(name, text = "", className = "") {
@@ -261,6 +262,16 @@ function view(d, $, page) {
   // --- one token
   const spell = (text) => text === "" ? "(inside a character)" : text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   const short = (s) => Number.isNaN(s) ? "?" : Number.isFinite(s) ? Number(s.toPrecision(3)).toString().replace("-", "−") : s < 0 ? "−∞" : "∞";
+  function formats(p) { // of a token: how it is stored, and in how many heads
+    const now = new Map(), counts = new Map();
+    for (let u = 0; u < units; u++) now.set(u, d.entered[p]);
+    for (let i = d.moveStart[p]; i < d.moveStart[p + 1] && d.moveStep[i] <= t; i++) now.set(d.moveUnit[i], d.moveTo[i]);
+    for (let i = d.start[p]; i < d.start[p + 1] && d.step[i] <= t; i++) now.delete(d.unit[i]);
+    for (const format of now.values()) counts.set(format, (counts.get(format) ?? 0) + share);
+    const name = (format) => format === d.waits ? "full precision, until its group is full" : d.formats[format];
+    return [...counts].map(([format, heads]) => `${name(format)}: ${several(heads)}`).join("; ");
+  }
+
   function describe() {
     const into = $("token"), p = chosen;
     if (p < 0) return;
@@ -282,6 +293,7 @@ function view(d, $, page) {
     const at = snapshot(), rank = at < 0 ? 0 : d.rank[at * n + p];
     if (p >= visible()) say("kept", "not there yet");
     else say("kept", `by ${number(alive[p] * share)} of ${number(lanes)} heads`);
+    if (p < visible() && alive[p]) say("stored as", formats(p));
     if (then[p] >= 0) say(d.thinkEnd < d.steps ? "thinking ends" : "last step", `kept by ${number(then[p] * share)} of ${number(lanes)} heads (step ${number(d.thinkEnd)})`);
     if (rank && p < visible()) say("score", `above ${(100 * (rank - 1) / 254).toFixed(0)} % of the tokens (step ${number(d.snapshotStep[at])}, mean over heads)`);
     const needs = d.needStart[p + 1] - d.needStart[p], later = ahead(p), next = d.needStart[p + 1] - later;
@@ -296,7 +308,7 @@ function view(d, $, page) {
       const range = (of) => { const a = Math.min(...of), b = Math.max(...of); return a === b || Number.isNaN(a) ? short(a) : `${short(a)} to ${short(b)}`; };
       const steps = which.map((i) => d.step[i]), a = Math.min(...steps), b = Math.max(...steps);
       const scores = which.map((i) => d.score[i]).filter((s) => !Number.isNaN(s));
-      say("evicted", `by ${d.policies[author]} from ${number(which.length * share)} heads, step ${a === b ? number(a) : `${number(a)} to ${number(b)}`}`
+      say("evicted", `by ${d.policies[author]} from ${several(which.length * share)}, step ${a === b ? number(a) : `${number(a)} to ${number(b)}`}`
         + (scores.length ? `; score ${range(scores)}` : ""));
     }
     into.append(list);

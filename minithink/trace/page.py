@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from minithink.errors import CONTROL
+from minithink.errors import CONTROL, UsageError
+from minithink.quant import Format, parse_pair
 from minithink.tasks import question_in
 from minithink.tasks.needs import read
-from minithink.trace.format import KINDS, Array, File, Trace, pack
+from minithink.trace.format import KINDS, WAITS, Array, File, Trace, pack
 
 RANKS = 2**20  # ranks of scores that a page holds for a trace: a longer trace has fewer snapshots
 SNAPSHOTS = 256  # at most: steps with scores
@@ -163,6 +164,8 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "tables": head.tables,
         "policies": head.policies,
         "thoughts": thoughts if len(thoughts) > 1 else [],
+        "formats": [stored(name) for name in head.formats],
+        "waits": WAITS,
         "kinds": [KINDS[i] for i in kinds],
         "fullBytes": head.full_bytes,
         "about": {str(key): str(value) for key, value in head.about.items()},
@@ -171,6 +174,7 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
     }
     about["needs"], needs = _needs(trace)
     order = np.argsort(trace.evict_pos, kind="stable")  # of one token together, in the order of their steps
+    moves = np.argsort(trace.move_pos, kind="stable")  # likewise
     arrays = {
         "ids": trace.ids,
         "stage": np.concatenate([np.zeros(min(trace.prompt, trace.tokens)), 2 - trace.thinks[1:]]).astype("u1"),
@@ -183,6 +187,11 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         "unit": trace.evict_unit[order].astype("<u2"),
         "by": trace.evict_by[order].astype("u1"),
         "score": (trace.evict_score[order].view("<u4") & FLOAT_MASK).view("<f4"),
+        "entered": trace.entered,
+        "moveStart": np.searchsorted(trace.move_pos[moves], np.arange(trace.tokens + 1)).astype("<u4"),
+        "moveStep": trace.move_step[moves].astype("<u4"),
+        "moveUnit": trace.move_unit[moves].astype("<u2"),
+        "moveTo": trace.move_to[moves].astype("u1"),
         "bytes": np.diff(trace.ledger[:, kinds], axis=0, prepend=0).astype("<f8").T.ravel(),  # differences, by kind
         "budgetStep": trace.budget_step.astype("<u4"),
         "budget": trace.budget.astype("<i4"),
@@ -191,6 +200,27 @@ def data(trace: Trace, done: dict[str, Any] | None) -> tuple[dict[str, Any], dic
         **needs,
     }
     return about, arrays
+
+
+def stored(name: str) -> str:
+    """How a format stores a token, in words. name: of a trace, whose format may be unknown here; it is given back."""
+    if name == "plain":
+        return "full precision"
+    try:
+        keys, values = parse_pair(name)
+    except UsageError:
+        return name
+    if keys == values:
+        return _bits(keys)
+    return f"keys {_bits(keys)}, values {_bits(values)}"
+
+
+def _bits(format: Format) -> str:
+    """The bits of a number, without and with its share of a group's scales."""
+    words = f"{format.name}, {format.bits} bits"
+    if not format.group:
+        return words
+    return f"{words} ({format.bits + 8 * format.param_bytes / format.group:g} with scales)"
 
 
 def _needs(trace: Trace) -> tuple[list[str], dict[str, Array]]:

@@ -162,7 +162,15 @@ def test_compare_writes_a_page(checkpoint: Path, tmp_path: Path, capsys: Capture
     assert html.count('class="data"') == 3
     assert sorted(tmp_path.joinpath("new").iterdir()) == [page], "nothing lies beside it"
     assert main(argv) == 0, "a page may be replaced"
-    assert capsys.readouterr().out == said.out, "the draws are the same"
+    assert capsys.readouterr().out == said.out
+
+
+def test_all_columns_have_the_same_draws(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
+    """A window that never evicts writes the full cache's text, also where tokens are drawn."""
+    words = ["--policies", "window", "--budget", 100, "--prompt", "Alpha", "--temperature", 2, "--max-new-tokens", 30]
+    argv = ["compare", "--model", checkpoint, *words, "--output", tmp_path / "page.html"]
+    assert main([*map(str, argv)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].endswith("; the same text")
 
 
 def test_a_policy_that_does_not_suit_the_prompt_is_refused_at_once(

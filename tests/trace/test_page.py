@@ -200,6 +200,19 @@ def test_what_becomes_of_a_text_is_told_to_the_page() -> None:
     ]
 
 
+def test_formats_in_words() -> None:
+    for name, want in [
+        ("plain", "full precision"),
+        ("ternary:group=16/ternary:group=16", "ternary, 2 bits (2.5 with scales)"),
+        ("nvfp4:group=16", "nvfp4, 4 bits (4.5 with scales)"),
+        ("int2:by=token,group=32/int4", "keys int2, 2 bits (3 with scales), values int4, 4 bits (6 with scales)"),
+        ("fp8", "fp8, 8 bits"),
+        ("tq2", "tq2, 2 bits"),
+        ("<b>new</b>", "<b>new</b>"),
+    ]:
+        assert page.stored(name) == want
+
+
 def test_titles_do_not_turn_the_direction_of_writing(file: File) -> None:
     html = page.side_by_side([page.Column(file, 0, "a\u202eb<i>"), page.Column(file, 0, "c")])
     assert "<title>minithink trace: a\ufffdb&lt;i&gt; | c</title>" in html
@@ -306,21 +319,27 @@ def test_following_scrolls_the_text_alone(browser: Page, tmp_path: Path) -> None
     """The newest token is in view, and the page stays where its reader is."""
     texts = [*TEXTS[:PROMPT], *["line\n"] * 200]
     plain = {name: [] for name in arrays() if name.startswith("evict")}
+    narrow = {"width": 500, "height": 400, "deviceScaleFactor": 1, "mobile": False}
     path = tmp_path / "page.html"
     path.write_text(page.render(read(write(tmp_path / "trace", arrays(texts, **plain))), 0), encoding="utf-8")
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
     browser.open_at_beginning(path)
     browser.js("scrollTo(0, document.documentElement.scrollHeight)")
     before = browser.js("return scrollY")
+    assert before > 500
     code = """const box = document.getElementById("text").getBoundingClientRect();
         const token = document.querySelectorAll("#text span")[arguments[0]].getBoundingClientRect();
         return token.top >= box.top && token.bottom <= box.bottom"""
-    for step in (150, 200, 20):
-        browser.seek(step)
-        assert browser.js(code, PROMPT + step - 1), step
-        assert browser.js("return scrollY") == before
-    browser.js("document.getElementById('follow').checked = false")
-    browser.seek(200)
-    assert not browser.js(code, PROMPT + 199)
+    try:
+        for step in (150, 200, 20):
+            browser.seek(step)
+            assert browser.js(code, PROMPT + step - 1), step
+            assert browser.js("return scrollY") == before
+        browser.js("document.getElementById('follow').checked = false")
+        browser.seek(200)
+        assert not browser.js(code, PROMPT + 199)
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 TURNED = ["Q: ", "one\u202etwo", "\u2069", "?", "\n", "שלום ", "עולם", " 12", "\n", "three", " four", "\n"]
@@ -594,7 +613,7 @@ def test_a_token_tells_its_story(opened: Page) -> None:
     assert "position\n0, in the prompt; id 0" in said
     assert "part\nprompt, <b>slow</b>; sentence 0" in said
     assert "kept\nby 0 of 4 heads" in said
-    assert "by first from 1 heads, step 3; score −1" in said
+    assert "by first from 1 head, step 3; score −1" in said
     assert "by second from 3 heads, step 11; score −∞ to ∞" in said
     assert opened.cells("token") == ["11", "11", "11", "3"]
     opened.seek(5)
@@ -615,6 +634,28 @@ def test_a_token_tells_its_story(opened: Page) -> None:
     assert "position\n6" in opened.text("token"), "until the next one"
     opened.seek(0)
     assert "kept\nnot there yet" in opened.text("token")
+
+
+@needs_browser
+def test_bits_of_a_token(opened: Page, browser: Page, tmp_path: Path) -> None:
+    """How it is stored at the step that is shown, in the heads that keep it."""
+    plain = "stored as\nfull precision: 4 heads"
+    mixed = "stored as\nfull precision: 3 heads; int4, 4 bits (6 with scales): 1 head"
+    opened.point(1)
+    for step, want in ((1, plain), (2, mixed)):
+        opened.seek(step)
+        assert want in opened.text("token")
+    opened.seek(11)
+    assert "stored as\nfull precision: 2 heads; int4, 4 bits (6 with scales): 1 head" in opened.text("token")
+    opened.point(0)
+    assert "stored as" not in opened.text("token"), "no head keeps it"
+    opened.point(7)
+    assert "stored as\nint4, 4 bits (6 with scales): 3 heads" in opened.text("token"), "of its thought type"
+    path = tmp_path / "page.html"
+    path.write_text(page.render(read(write(tmp_path / "trace", arrays(), head={"buffer": 4})), 0), encoding="utf-8")
+    browser.open(path)
+    browser.point(7)
+    assert "stored as\nfull precision, until its group is full: 3 heads" in browser.text("token")
 
 
 @needs_browser
@@ -893,7 +934,7 @@ def test_one_bar_steps_through_all_traces(beside: Page, file: File) -> None:
 @needs_browser
 def test_a_token_is_selected_in_all_traces(beside: Page) -> None:
     beside.point(0)
-    assert "by first from 1 heads" in beside.text("token")
+    assert "by first from 1 head" in beside.text("token")
     assert "kept\nby 4 of 4 heads" in beside.text("token-1")
     beside.press(".")
     assert "position\n1, in the prompt" in beside.text("token")

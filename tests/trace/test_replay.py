@@ -53,6 +53,9 @@ def test_a_demonstration_in_four_columns(replay: Page) -> None:
     replay.colour("thought")
     types = replay.text("legend-3").split("\n")
     assert types == ["prompt", "transition", "execution", "reasoning", "kept by none"]
+    replay.seek(777)
+    code = "return [...document.querySelectorAll('#text-3 span')].map((e) => e.className.split(' ')[0])"
+    assert {"c0", "c1", "c2", "c3"} <= set(replay.js(code)), "all types are there"
 
 
 @needs_browser
