@@ -6,6 +6,7 @@ own problems and skips those of the other splits.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Problem:
 
 def families() -> list[str]:
     """The names of the families whose problems ship, sorted."""
-    return sorted(path.name.removesuffix("-test.jsonl") for path in DATA.glob("*-test.jsonl"))
+    return sorted(path.name.removesuffix("-test.jsonl.gz") for path in DATA.glob("*-test.jsonl.gz"))
 
 
 def load_problems(split: str, family: str = "facts") -> list[Problem]:
@@ -58,10 +59,10 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
         raise UsageError(f"The split {quoted(split)} does not exist; {alternatives(split, SPLITS)}.")
     if (known := families()) and family not in known:
         raise UsageError(f"There is no family {quoted(family)}; {alternatives(family, known)}.")
-    path = DATA / f"{family}-{split}.jsonl"
+    path = DATA / f"{family}-{split}.jsonl.gz"
     if not path.is_file():
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")
-    with path.open(encoding="utf-8") as lines:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [Problem(**json.loads(line)) for line in lines]
 
 

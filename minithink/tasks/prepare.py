@@ -4,11 +4,12 @@
 
 This trains the byte-level BPE on text of two families (it needs the extra `train`) and writes the tokenizer's files
 and the chat template to the output folder. It writes the validation and test problems to `data/` beside this file,
-with their SHA-256 in `SHA256SUMS`.
+compressed, with the SHA-256 of what is in the files in `SHA256SUMS`.
 """
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import random
@@ -200,15 +201,15 @@ def draw_split(family: str, split: str, folder: Path, seed: int = 7) -> list[dic
 
 
 def write_splits(folder: Path) -> None:
-    """Write the JSONL files of all families and their hashes."""
+    """Write the JSONL files of all families, compressed, and the hashes of what is in them."""
     DATA.mkdir(parents=True, exist_ok=True)
     sums = []
     for family in FAMILIES:
         for split in SPLITS:
-            path = DATA / f"{family}-{split}.jsonl"
-            text = "".join(json.dumps(row) + "\n" for row in draw_split(family, split, folder))
-            path.write_text(text, encoding="utf-8")
-            sums.append(f"{hashlib.sha256(text.encode()).hexdigest()}  {path.name}\n")
+            name = f"{family}-{split}.jsonl"
+            rows = "".join(json.dumps(row) + "\n" for row in draw_split(family, split, folder)).encode()
+            (DATA / f"{name}.gz").write_bytes(gzip.compress(rows, mtime=0))
+            sums.append(f"{hashlib.sha256(rows).hexdigest()}  {name}\n")
     (DATA / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 

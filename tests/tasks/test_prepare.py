@@ -3,6 +3,7 @@ shipped splits are the committed ones."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import random
@@ -88,7 +89,7 @@ def test_the_splits_are_the_committed_ones():
     sums = dict(reversed(line.split()) for line in (DATA / "SHA256SUMS").read_text().splitlines())
     assert sorted(sums) == sorted(f"{family}-{split}.jsonl" for family in prepare.FAMILIES for split in SPLITS)
     for name, expected in sums.items():
-        assert hashlib.sha256((DATA / name).read_bytes()).hexdigest() == expected
+        assert hashlib.sha256(gzip.decompress((DATA / f"{name}.gz").read_bytes())).hexdigest() == expected
 
 
 @pytest.mark.parametrize("family", prepare.FAMILIES)
