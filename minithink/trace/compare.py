@@ -104,7 +104,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     entries = entries_of(args.policies, args.budget)
     page_file.check_place(args.output)
     problem = problem_of(args)
-    if args.model is None and (warning := nonsense_expected([problem.question])):
+    warning = nonsense_expected([problem.question]) if args.model is None else ""
+    if warning:
         _say(warning)
     for note in check_graders([problem]):
         _say(note)
