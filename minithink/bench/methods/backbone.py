@@ -3,6 +3,8 @@
 python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
 python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
 python -m minithink.calibrate centers --model FOLDER         whether queries lie around a centre
+python -m minithink.calibrate thoughts --model FOLDER        whether sparsity tells thoughts apart
+python -m minithink.calibrate predictor --model FOLDER       whether hidden states tell what the answer reads
 """
 
 from __future__ import annotations
@@ -169,6 +171,54 @@ def centers_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+def thoughts(result: Result) -> Iterable[Row]:
+    """Whether sparsity tells thoughts apart: a row for each model."""
+    for name, one in zip(MODELS, result["each"], strict=True):
+        m = one["measurements"]
+        of_texts = m["share_by_rows"]["1"]
+        of_noise = m["share_of_noise"]["1"]
+        yield {
+            "model": f"{name} `{one['checkpoint']}`",
+            "layers": len(of_texts),
+            "three": max(of_texts),
+            "by_chance": max(of_noise),
+            "segments": m["keywords"]["segments"],
+            "agree": m["keywords"]["agree"],
+            "kappa": m["keywords"]["kappa"],
+            "majority": m["keywords"]["majority"],
+        }
+
+
+def thoughts_said(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    texts = ", ".join(f"{one['measurements']['prompts']}" for one in result["each"])
+    yield (
+        f"Three modes: the share of texts in which the sparsity of single queries has them, in the best layer; of "
+        f"{texts} texts of the models' own. Agree: segments whose type by sparsity is that of their keywords; κ: "
+        "beyond chance; one type: the share if all segments had the most frequent one."
+    )
+    yield ""
+
+
+def predictor(result: Result) -> Iterable[Row]:
+    """How well DynTS's predictor foretells on texts that it has not seen: all, by the number of texts that it has
+    learned from, and then each family."""
+    rows = sorted(result["measurements"], key=lambda m: m["trained_traces"])
+    yield from (m for m in rows if m["dataset"] == "all")
+    most = rows[-1]["trained_traces"]
+    yield from (m for m in rows if m["dataset"] != "all" and m["trained_traces"] == most)
+
+
+def predictor_said(result: Result) -> Iterable[str]:
+    """What the columns mean."""
+    yield (
+        "Texts of prompts that it has not learned from. τ: Kendall's rank correlation of predicted and true "
+        "importance. Top 20 %: the share of the most important fifth of tokens among the three tenths that are "
+        "predicted to be the most important. By position: the mean scores of the training texts in bins of 32 tokens."
+    )
+    yield ""
+
+
 LAYERS = Table(
     (
         ("layer", "layer", "{}"),
@@ -219,6 +269,34 @@ TABLES = {
         rows=centers,
         said=centers_said,
         shipped=tuple(TINY.parent / name / "centers.safetensors" for name in MODELS),
+    ),
+    "backbone-thoughts": Table(
+        (
+            ("model", "model", "{}"),
+            ("layers", "layers", "{}"),
+            ("three modes", "three", "**{:.0%}**"),
+            ("of noise", "by_chance", "{:.0%}"),
+            ("segments", "segments", "{:,}"),
+            ("agree", "agree", "{:.0%}"),
+            ("κ", "kappa", "**{:.2f}**"),
+            ("one type", "majority", "{:.0%}"),
+        ),
+        rows=thoughts,
+        said=thoughts_said,
+        shipped=tuple(TINY.parent / name / "thoughts.json" for name in MODELS),
+    ),
+    "backbone-predictor": Table(
+        (
+            ("learned from", "trained_traces", "{} texts"),
+            ("on", ("dataset", "traces"), "{}: {} texts"),
+            ("τ", "tau", "{:.2f}"),
+            ("by position", lambda row: row["position"]["tau"], "{:.2f}"),
+            ("top 20 %", "top_30", "**{:.0%}**"),
+            ("by position", lambda row: row["position"]["top_30"], "{:.0%}"),
+        ),
+        rows=predictor,
+        said=predictor_said,
+        shipped=(TINY.parent / "smollm2-think" / "predictor.json",),
     ),
     **dict.fromkeys(ATTENTION, LAYERS),
 }

@@ -122,6 +122,8 @@ def test_the_tables_are_there() -> None:
         "backbone",
         "backbone-needs",
         "backbone-centers",
+        "backbone-thoughts",
+        "backbone-predictor",
         "backbone-attention",
         "embedded-attention",
     }
@@ -140,3 +142,39 @@ def test_centers_of_queries_a_row_for_each_model() -> None:
         "| tiny-control `ghi` | 0.25 to 0.50 | 50.0% | 0.75 to 1.00 | **100.0%** |",
     ]
     assert sum("python -m minithink centers" in line for line in lines) == 3
+
+
+def test_thoughts_a_row_for_each_model() -> None:
+    def of(checkpoint: str, kappa: float) -> dict[str, Any]:
+        keywords = {"segments": 1234, "agree": 0.25, "kappa": kappa, "majority": 0.5}
+        modes = {"share_by_rows": {"1": [0.25, 0.5], "4": [1.0]}, "share_of_noise": {"1": [0.125, 0.0], "4": [1.0]}}
+        return head("thoughts", "x", checkpoint) | {"measurements": {"prompts": 7, "keywords": keywords, **modes}}
+
+    lines = lines_of(TABLES["backbone-thoughts"], {"each": [of("abc", -0.25), of("def", 0.5), of("ghi", 0)]})
+    assert lines[2:5] == [
+        "| smollm2-think `abc` | 2 | **50%** | 12% | 1,234 | 25% | **-0.25** | 50% |",
+        "| tiny `def` | 2 | **50%** | 12% | 1,234 | 25% | **0.50** | 50% |",
+        "| tiny-control `ghi` | 2 | **50%** | 12% | 1,234 | 25% | **0.00** | 50% |",
+    ]
+
+
+def test_the_predictor_by_texts_that_it_has_learned_from_and_then_by_family() -> None:
+    def row(learned: int, dataset: str, top: float) -> dict[str, Any]:
+        position = {"tau": 0.25, "top_30": 0.5}
+        return {
+            "trained_traces": learned,
+            "dataset": dataset,
+            "traces": 8,
+            "tau": 0.5,
+            "top_30": top,
+            "position": position,
+        }
+
+    rows = [row(90, "all", 0.75), row(90, "facts", 0.25), row(40, "all", 0.5), row(40, "facts", 0.0)]
+    lines = lines_of(TABLES["backbone-predictor"], head("predictor", "x", "abc") | {"measurements": rows})
+    assert lines[2:5] == [
+        "| 40 texts | all: 8 texts | 0.50 | 0.25 | **50%** | 50% |",
+        "| 90 texts | all: 8 texts | 0.50 | 0.25 | **75%** | 50% |",
+        "| 90 texts | facts: 8 texts | 0.50 | 0.25 | **25%** | 50% |",
+    ]
+    assert lines[5] == ""
