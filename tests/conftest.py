@@ -46,11 +46,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", metavar="NAME", help="write how the tests went to docs/results/NAME.json")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
+    interrupted = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     if PROFILE == "nightly":
         examples = "1000 a property, drawn anew (tests that set their own number keep it)"
-        record.write("nightly", terminalreporter, examples)
+        record.write("nightly", terminalreporter, examples, interrupted)
     elif name := terminalreporter.config.getoption("--record"):
-        record.write(name, terminalreporter, f"the profile {PROFILE}")
+        record.write(name, terminalreporter, f"the profile {PROFILE}", interrupted)

@@ -3,7 +3,8 @@
     HYPOTHESIS_PROFILE=nightly pytest …     writes nightly.json
     pytest --record gpu-tests …             writes gpu-tests.json
 
-A record may grow part by part: a run replaces the lines of the files that it ran, and leaves the others.
+A record may grow part by part: a run replaces the lines of the files that it ran, and leaves the others. A part that
+was interrupted says so, and the record is not complete until it has run to its end.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 FAILURES = ("failed", "error")
 
 
-def write(name: str, reporter: Any, examples: str) -> None:
-    """Add a finished run to the record of that name.
+def write(name: str, reporter: Any, examples: str, interrupted: bool = False) -> None:
+    """Add a run to the record of that name.
 
     Args:
         name: of the file in `docs/results/`, without its ending.
         reporter: pytest's terminal reporter.
         examples: how many examples of a property the run drew, for people.
+        interrupted: whether the run ended before its last test.
     """
     import torch
 
@@ -37,9 +39,9 @@ def write(name: str, reporter: Any, examples: str) -> None:
     files |= {file: {**counts, **about} for file, counts in count(reporter.stats).items()}
     result["examples"] = examples
     if name != "nightly":
-        result["parts"] = parts(earlier.get("parts", []), result["command"], reporter)
+        result["parts"] = parts(earlier.get("parts", []), result["command"], reporter, interrupted)
     result["measurements"] = [files[file] for file in sorted(files)]
-    result["complete"] = True
+    result["complete"] = not interrupted and not any(p.get("interrupted") for p in result.get("parts", ()))
     record.write(path, result)
 
 
@@ -54,13 +56,15 @@ def exists(file: str, reporter: Any) -> bool:
     return bool((reporter.config.rootpath / file).is_file())
 
 
-def parts(earlier: list[dict[str, Any]], command: str, reporter: Any) -> list[dict[str, Any]]:
+def parts(earlier: list[dict[str, Any]], command: str, reporter: Any, interrupted: bool) -> list[dict[str, Any]]:
     """The runs that a record was made of: this one, and the earlier ones with other commands."""
     totals = {outcome: len(reporter.stats[outcome]) for outcome in OUTCOMES if outcome in reporter.stats}
     began = getattr(reporter, "_sessionstarttime", None)
     if began is None:  # pytest 8.4 and newer
         began = reporter._session_start.time
     here = {"command": command, "seconds": round(time.time() - began), **totals}
+    if interrupted:
+        here["interrupted"] = True
     return [*(part for part in earlier if part["command"] != command), here]
 
 

@@ -67,3 +67,17 @@ def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     assert [part["command"] for part in result["parts"]] == ["pytest -n 2", "pytest tests"]
     assert [(part["passed"], part.get("failed")) for part in result["parts"]] == [(2, 1), (2, None)]
     assert result["complete"]
+
+
+def test_an_interrupted_part_leaves_the_record_incomplete(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_files, "default_path", lambda name: tmp_path / f"{name}.json")
+    (tmp_path / "tests").mkdir()
+    for name in "ab":
+        (tmp_path / f"tests/test_{name}.py").touch()
+    record.write("gpu-tests", reporter(tmp_path, ["tests"], STATS), "the profile ci", interrupted=True)
+    record.write("gpu-tests", reporter(tmp_path, ["-x"], STATS), "the profile ci")
+    result = result_files.read(tmp_path / "gpu-tests.json")
+    assert [part.get("interrupted", False) for part in result["parts"]] == [True, False]
+    assert not result["complete"]
+    record.write("gpu-tests", reporter(tmp_path, ["tests"], STATS), "the profile ci")
+    assert result_files.read(tmp_path / "gpu-tests.json")["complete"]
