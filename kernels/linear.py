@@ -136,7 +136,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [N, in], any strides.
         weight: [in, out] in the dtype of `x`; any strides, so a transposed [out, in] is fine.
-        bias: what to add: a bias [out], the residual stream [N, out], or None.
+        bias: what to add: a bias [out], the residual stream [N, out], whose memory the result may take, or None.
 
     Returns:
         [N, out] in the dtype of `x`.
@@ -144,8 +144,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     rows, inner = x.shape
     columns = weight.shape[1]
     if not 0 < rows <= FEW_ROWS or inner == 0 or columns == 0:
-        return x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return _by_library(x, weight, bias)
     return few_rows(x, weight, bias, blocks(rows, inner, columns, weight.stride(0) == 1, weight.element_size()))
+
+
+def _by_library(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` by torch. To the residual stream the product is added in place, because torch would first copy it into
+    a result of its own: two copies a layer, each a node of a CUDA graph."""
+    if bias is None:
+        return x @ weight
+    if bias.dim() == 2 and bias.is_contiguous() and not torch.is_grad_enabled():
+        return bias.addmm_(x, weight)
+    return torch.addmm(bias, x, weight)
 
 
 def few_rows(x: Tensor, weight: Tensor, bias: Tensor | None, cut: Blocks) -> Tensor:

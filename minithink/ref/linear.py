@@ -22,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [N, in].
         weight: [in, out]; any strides, so a transposed [out, in] is fine.
-        bias: what to add: a bias [out], the residual stream [N, out], or None.
+        bias: what to add: a bias [out], the residual stream [N, out], whose memory the result may take, or None.
 
     Returns:
         [N, out].

@@ -69,7 +69,8 @@ def test_equals_its_twin(
     n: int, inner: int, columns: int, layout: str, biased: str, dtype: torch.dtype, seed: int
 ) -> None:
     x, weight, bias = draw(n, inner, columns, layout, biased, dtype, seed)
-    compare("linear", linear(x, weight, bias), x, weight, bias, library=n > FEW_ROWS)
+    own = None if bias is None else bias.clone()  # of a residual stream the result may take the memory
+    compare("linear", linear(x, weight, own), x, weight, bias, library=n > FEW_ROWS)
     compare("twin", ref.linear(x.contiguous(), weight.contiguous(), bias), x, weight, bias, library=True)
 
 
@@ -125,3 +126,19 @@ def test_every_shape_has_a_cut_that_compiles(rows: int, itemsize: int) -> None:
                 assert cut.n >= 16
                 assert all(value & (value - 1) == 0 for value in (cut.k, cut.n, cut.split, cut.warps))
     assert len(set(tune_candidates(itemsize))) == len(tune_candidates(itemsize)) > 20
+
+
+def test_many_rows_are_added_to_the_residual_stream_in_place() -> None:
+    """But never where a gradient may need the stream as it was."""
+    x = torch.randn(FEW_ROWS + 1, 24, device=DEVICE)
+    weight = torch.randn(24, 40, device=DEVICE)
+    stream = torch.randn(FEW_ROWS + 1, 40, device=DEVICE)
+    want = torch.addmm(stream, x, weight)
+    before = stream.clone()
+    with torch.enable_grad():
+        assert_same("apart", linear(x, weight, stream), want)
+    assert_same("as it was", stream, before)
+    with torch.no_grad():
+        got = linear(x, weight, stream)
+    assert_same("in place", got, want)
+    assert got.data_ptr() == stream.data_ptr()
