@@ -77,7 +77,7 @@ def normalized(score: Tensor, candidate: Tensor, best: Tensor) -> Tensor:
 # The formulas follow the authors' code, FFY0/AdaKV `adaptive_snapkv/monkeypatch/snapkv_utils.py`. Where this differs:
 #
 # - The code lets c_h, a head's number among the Hkv·b best, become round(c_h·(1 − floor) + ⌊floor·b⌋). These numbers
-#   may add up to less than Hkv·b. The two steps above fill the budget exactly, as NVIDIA/kvpress does.
+#   may add up to less or more than Hkv·b. The two steps above fill the budget exactly, as NVIDIA/kvpress does.
 # - Of equal scores the older token is kept, and among different heads that of the lower head.
 # - Scores are those of `snapkv_decode.py`: the maximum of the group's logits, the last α = 8 queries. The code has
 #   the group's mean after the softmax, and a window of 32.

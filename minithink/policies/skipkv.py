@@ -288,7 +288,8 @@ def letter_redundancy(k: Tensor, valid: Tensor) -> Tensor:
 # - All layers and KV heads share a sentence's penalty, which stays until the last token of the sentence is gone. The
 #   code penalises no sentence of which one token is left.
 # - A sentence that ends with the newest token counts at the next eviction, and raises α_t from the next token on
-#   (algorithm 2). N_o counts a sentence once (the code counts its keywords).
+#   (algorithm 2). The code renews α_t only when it compresses the cache, and steers at blank lines alone
+#   (`at=boundary`).
 # - The last α tokens and the prompt are protected. The paper says neither. α is R-KV's, and protect_prompt=false is
 #   R-KV's rule.
 # - Kept tokens stay in the order of their positions, as in the code, which sorts them.

@@ -164,8 +164,9 @@ def channels(x: Tensor) -> Tensor:
 # The rule follows the authors' code, WeianMao/triattention@c3744ee `triattention/methods/`, whose HF engine made the
 # paper's tables. The paper's equations were read through others' notes. Where this differs:
 #
-# - share=head is what the paper's equations say. The code's scripts run share=layers, the mean of Z over the layers;
-#   use it to reproduce the paper's tables. share=all is the code's union, and NVIDIA TensorRT-LLM's default.
+# - share=head is what the paper's equations say. share=layers, the mean of Z over the layers, is the default of the
+#   code's scripts; some of them choose in each layer. share=all is the code's union, and the default of NVIDIA's
+#   TensorRT-LLM.
 # - The code turns keys back and adds up 17 cosines in float32. The dot product is the same sum.
 # - The model's factor on rotated keys (YaRN) multiplies all of S, so that no z-score depends on it.
 # - Of equal scores the older token stays. The code adds noise of 1e−6, and stores kept tokens in the order of scores.
