@@ -17,6 +17,7 @@ COMMANDS = {
     "busy": "speed.busy",
     "caches": "speed.caches",
     "versus": "speed.versus",
+    "hf": "speed.inside",
     "attention": "speed.attention",
     "append": "speed.append",
     "counters": "speed.counters",

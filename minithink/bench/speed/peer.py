@@ -74,9 +74,9 @@ class Peer:
         return cls(model)
 
     @torch.inference_mode()
-    def generate(self, prompts: Tensor, new_tokens: int, cache: str = "dynamic") -> list[list[int]]:
-        """prompts: [B, T] → `new_tokens` token ids of every row."""
-        return self._generate(prompts, new_tokens, cache)[:, prompts.shape[1] :].tolist()
+    def generate(self, prompts: Tensor, new_tokens: int, cache: str = "dynamic", **options: Any) -> list[list[int]]:
+        """prompts: [B, T] → `new_tokens` token ids of every row. options: more arguments of `generate`."""
+        return self._generate(prompts, new_tokens, cache, **options)[:, prompts.shape[1] :].tolist()
 
     @torch.inference_mode()
     def margins(self, prompts: Tensor, new_tokens: int) -> tuple[list[list[int]], Tensor]:
