@@ -1,8 +1,13 @@
-"""The kernels' tests under NVIDIA's compute-sanitizer, on a GPU: wrong addresses (memcheck), races (racecheck).
+"""The kernels' tests under NVIDIA's compute-sanitizer, on a GPU.
+
+    memcheck    wrong addresses
+    racecheck   races
+    initcheck   reads of memory that nothing has written
 
 All tests of `tests/kernels` run, with few examples each (HYPOTHESIS_PROFILE=sanitize). A process runs some tests of
-one file. For memcheck torch takes every tensor from the driver by itself, so that the memory beside a tensor belongs
-to no other tensor. torch's own kernels run, but are not watched: that would take most of the time.
+one file. For memcheck and initcheck torch takes every tensor from the driver by itself, so that the memory beside a
+tensor belongs to no other tensor, and that of a new tensor was never written. torch's own kernels run, but are not
+watched, because that would take most of the time; only initcheck watches them, for they write what ours read.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from minithink.results import origin, record
 from minithink.results.record import Measurement
 
 DEFAULT = "sanitize"
-TOOLS = ("memcheck", "racecheck")
+TOOLS = ("memcheck", "racecheck", "initcheck")
+UNCACHED = ("memcheck", "initcheck")  # need tensors of memory of their own
 PART = 16  # tests of one process
 TORCH = "at6native"  # in the names of its kernels
 SHOWN = 12  # lines of a report that are kept
@@ -34,7 +40,7 @@ SHOWN = 12  # lines of a report that are kept
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench sanitize`."""
     add = parser.add_argument
-    add("--tools", nargs="+", choices=TOOLS, default=TOOLS, metavar="TOOL", help="default: memcheck racecheck")
+    add("--tools", nargs="+", choices=TOOLS, default=TOOLS, metavar="TOOL", help="default: all three")
     add("--workers", type=positive, default=1, metavar="N", help="processes at a time (default 1)")
     add("--tests", nargs="+", default=["tests/kernels"], metavar="PATH", help="default: tests/kernels")
     add("--torch", action="store_true", help="watch torch's kernels, too")
@@ -48,14 +54,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if program is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
     path = record.output(args, DEFAULT)
-    words = [program, *([] if args.torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
-    jobs = [(tool, part) for tool in args.tools for part in in_parts(collect(args.tests))]
+    jobs = []
+    for tool in args.tools:
+        watches_torch = args.torch or tool == "initcheck"
+        words = [program, *([] if watches_torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
+        jobs += [(words, tool, part) for part in in_parts(collect(args.tests))]
     result = record.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
 
     def rows() -> Iterator[Measurement]:
         with ThreadPoolExecutor(args.workers) as pool:
-            running = [pool.submit(watch, words, *job) for job in jobs]
+            running = [pool.submit(watch, *job) for job in jobs]
             try:
                 yield from (done.result() for done in as_completed(running))
             finally:  # after an error or an interrupt no further process begins
@@ -97,7 +106,7 @@ def in_parts(names: Sequence[str]) -> list[list[str]]:
 def watch(program: list[str], tool: str, tests: list[str]) -> Measurement:
     """Run these tests under the tool → a line of the result. program: compute-sanitizer and its options."""
     environment = os.environ | {"HYPOTHESIS_PROFILE": "sanitize"}
-    if tool == "memcheck":
+    if tool in UNCACHED:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     words = [*program, "--tool", tool, "--target-processes", "all"]
     words += [sys.executable, "-m", "pytest", "-o", "addopts=", "-q", "-p", "no:cacheprovider", *tests]

@@ -71,7 +71,7 @@ echo "========= ERROR SUMMARY: 2 errors"
 
 
 def test_the_tool_is_run(tmp_path: Path) -> None:
-    """With few examples, and for memcheck without torch's cache of memory; what it says is counted."""
+    """With few examples, and for two tools without torch's cache of memory; what it says is counted."""
     program = tmp_path / "compute-sanitizer"
     program.write_text(PROGRAM)
     program.chmod(0o755)
@@ -87,6 +87,8 @@ def test_the_tool_is_run(tmp_path: Path) -> None:
     assert not sanitize.is_clean(m | {"errors": 0, "processes": 0})
     sanitize.watch([str(program)], "racecheck", ["a.py::b"])
     assert "sanitize, : --tool racecheck" in (tmp_path / "said").read_text()
+    sanitize.watch([str(program)], "initcheck", ["a.py::b"])
+    assert "sanitize, 1: --tool initcheck" in (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize("flaw", [False, True])
@@ -98,7 +100,7 @@ def test_a_run(
 
     def watch(words: list[str], tool: str, tests: list[str]) -> dict[str, object]:
         asked.append((tool, tests[0]))
-        assert ("--kernel-name-exclude" in words) == (not flaw)
+        assert ("--kernel-name-exclude" in words) == (not flaw and tool != "initcheck")
         m = dict(zip(("tool", "tests", "errors", "processes", "exit_code"), (tool, tests, 0, 1, 0), strict=True))
         bad = tool == "racecheck" and tests == ["b.py::1"] and flaw
         return m | {"outcome": "1 passed", "errors": int(bad), "report": ["========= Race reported"] * bad}
@@ -115,7 +117,7 @@ def test_a_run(
     assert (found in capsys.readouterr().out) == flaw
     result = record.read(tmp_path / "x.json")
     assert result["complete"]
-    assert len(result["measurements"]) == 4
+    assert len(result["measurements"]) == 6
 
 
 def test_after_an_error_no_process_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
