@@ -48,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="policies (default: full, keydiff, knorm, rkv, thinkv)",
     )
+    add("--pages", action="store_true", help="measure each policy in pages, too")
     add("--presses", nargs="+", metavar="PRESS", help="scorers of kvpress instead, such as KeyDiffPress")
     add("--budget", type=positive, default=512, metavar="N", help="tokens that are kept (default: 512)")
     add("--interval", type=positive, default=128, metavar="N", help="tokens between two evictions (default: 128)")
@@ -136,9 +137,12 @@ def measurements(
         prompts = torch.randint(vocabulary, (batch, args.prompt), generator=generator).to(device)
         sides = {PLAIN: _plain(peer, prompts)}
         for name in names:
-            sides[name] = (
-                _under(peer, prompts, name) if presses is None else _pressed(peer, prompts, name, presses, args)
-            )
+            if presses is not None:
+                sides[name] = _pressed(peer, prompts, name, presses, args)
+                continue
+            sides[name] = _under(peer, prompts, name, pages=False)
+            if args.pages:
+                sides[f"{name}, in pages"] = _under(peer, prompts, name, pages=True)
         for side in sides.values():
             side(WARMING)
         found = in_turns(
@@ -158,13 +162,13 @@ def _plain(peer: Peer, prompts: Tensor) -> Generates:
     return generate
 
 
-def _under(peer: Peer, prompts: Tensor, policy: str) -> Generates:
+def _under(peer: Peer, prompts: Tensor, policy: str, pages: bool) -> Generates:
     from minithink.hf import cache  # here, because it needs a newer transformers than kvpress
 
     length = prompts.shape[1]
 
     def generate(tokens: int) -> None:
-        own = cache(peer.model, policy, max_length=length + tokens)
+        own = cache(peer.model, policy, max_length=length + tokens, pages=pages)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # transformers 5.24 has a new name for the argument
             peer.generate(prompts, tokens, past_key_values=own)

@@ -50,6 +50,12 @@ def test_policies_beside_the_plain_cache(folder: Path, tmp_path: Path) -> None:
     assert result["settings"]["by"] == "minithink"
 
 
+def test_each_policy_in_pages_too(folder: Path, tmp_path: Path) -> None:
+    result = measured(folder, tmp_path / "hf.json", "--policies", "rkv:budget=28", "full", "--pages")
+    sides = [row["side"] for row in result["measurements"]]
+    assert sides == ["plain", "rkv:budget=28", "rkv:budget=28, in pages", "full", "full, in pages"]
+
+
 def test_scorers_of_kvpress_evict_around_generate(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
