@@ -81,3 +81,5 @@ def test_an_interrupted_part_leaves_the_record_incomplete(tmp_path: Any, monkeyp
     assert not result["complete"]
     record.write("gpu-tests", reporter(tmp_path, ["tests"], STATS), "the profile ci")
     assert result_files.read(tmp_path / "gpu-tests.json")["complete"]
+    record.write("nightly", reporter(tmp_path, ["tests"], STATS), "1000", interrupted=True)  # it has no parts
+    assert not result_files.read(tmp_path / "nightly.json")["complete"]

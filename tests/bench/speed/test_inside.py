@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import minithink.hf
 from minithink.bench.__main__ import main
 from minithink.bench.speed import inside
 from tests.fixtures_checkpoint import write_checkpoint
@@ -50,10 +51,19 @@ def test_policies_beside_the_plain_cache(folder: Path, tmp_path: Path) -> None:
     assert result["settings"]["by"] == "minithink"
 
 
-def test_each_policy_in_pages_too(folder: Path, tmp_path: Path) -> None:
+def test_each_policy_in_pages_too(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[tuple[str, bool]]()
+    own = minithink.hf.cache
+
+    def cache(model: Any, policy: str, *, max_length: int, pages: bool) -> Any:
+        made.append((policy, pages))
+        return own(model, policy, max_length=max_length, pages=pages)
+
+    monkeypatch.setattr(minithink.hf, "cache", cache)
     result = measured(folder, tmp_path / "hf.json", "--policies", "rkv:budget=28", "full", "--pages")
     sides = [row["side"] for row in result["measurements"]]
     assert sides == ["plain", "rkv:budget=28", "rkv:budget=28, in pages", "full", "full, in pages"]
+    assert made[:4] == [("rkv:budget=28", False), ("rkv:budget=28", True), ("full", False), ("full", True)]
 
 
 def test_scorers_of_kvpress_evict_around_generate(
