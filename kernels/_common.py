@@ -1,4 +1,7 @@
-"""What all kernels share: whether Triton interprets them, the variants of the compile check, and small helpers."""
+"""What all kernels share: whether Triton interprets them, the variants of the compile check, and small helpers.
+
+Used by every kernel.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
 """The cache's number formats inside kernels: points of codes, nearest codes, packing. Twin: `minithink/quant/`.
 
+Used by `append.py`, `dequantize.py`, `flush.py`, `quantize.py`, `shrink.py`, `_layout.py` and `_planes.py`.
+
 A format reaches a kernel as compile-time constants, which `constexprs` makes of a Format:
 
     KIND    "plain", "fp8", "nvfp4", "ternary", "int4s", "int2s", "int" for the asymmetric integers, or one of

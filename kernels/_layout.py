@@ -1,5 +1,7 @@
 """Where a store keeps its tokens, as compile-time constants of the kernels that read keys and values in pages.
 
+Used by `paged_attention.py`, `survivors.py`, `tri_score.py`, `_mass.py` and `_parts.py`.
+
     Cache   the constants that all formats share: heads, D, which lane a head is, tokens of the ring
     Half    the constants of the keys, or the values, of one format: how codes are packed, and where they lie
 

@@ -1,5 +1,7 @@
 """The attention that each token got, from what `_attend` of `paged_attention.py` has noted of its logits.
 
+Used by `paged_attention.py`.
+
     _mass       exp(logit − lse) of each query head, combined over the query heads of a KV head
     _max_logit  the same if the heads' largest logit counts: a softmax of its own, over these logits
 

@@ -1,5 +1,7 @@
 """Lanes are cut into parts for `paged_attention.py`, and the parts' results become one.
 
+Used by `paged_attention.py`, `tri_score.py` and `_mass.py`.
+
     in_parts, part_length   how long the parts of a lane are
     shape_of_program        tokens of a block and warps of the program that takes a part
     merge                   the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)

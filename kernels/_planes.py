@@ -1,5 +1,7 @@
 """Codes of tokens in pages become planes of numbers; device functions of attention and of `survivors.py`.
 
+Used by `paged_attention.py`, `survivors.py` and `tri_score.py`.
+
 A word holds PLANES neighbouring channels, and plane i is channel i of every word. A plane is multiplied with the same
 channels of the other factor, so no number is interleaved or moved between threads.
 

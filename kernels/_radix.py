@@ -1,5 +1,7 @@
 """A radix search: find the best scores of a range of columns without sorting.
 
+Used by `keep_best.py`, `keep_shared.py` and `select.py`.
+
 Floats become unsigned integers of the same order, the keys. The search finds the range of keys that holds the worst
 kept candidate, eight bits in each pass. It stops as soon as all candidates of the range are kept: after two or three
 passes if scores differ, after all passes if they tie.

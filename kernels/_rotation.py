@@ -1,5 +1,8 @@
 """TurboQuant inside kernels: the rotation, levels, codes and scales. Twin: `minithink/quant/turboquant.py`.
 
+Used by `append.py`, `dequantize.py`, `paged_attention.py`, `quantize.py`, `survivors.py`, `_formats.py` and
+`_planes.py`.
+
 The kind of such a format is "tq-" and the rule of its scale: "tq-unbiased", "tq-norm", "tq-mse", "tq-none".
 
 A Hadamard transform of D channels is log₂(D) stages. In each, channels i and i + h become their sum and their

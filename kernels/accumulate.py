@@ -1,5 +1,18 @@
 """Add a step's attention to the scores of the tokens. Twin: `minithink/ref/accumulate.py`.
 
+To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.accumulate import accumulate
+    >>> mass = torch.tensor([[[[0.5, 0.25, 0.25]]]])  # float32 [L, N, H, S], a step's attention
+    >>> pos = torch.tensor([[[[0, 2, 5]]]], dtype=torch.int32)  # [L, N, H, S]
+    >>> held = torch.tensor([[[3]]], dtype=torch.int32)  # [L, N, H]
+    >>> position = torch.tensor([[[[0, 1, 2, 2**31 - 1]]]], dtype=torch.int32)  # [L, B, H, E]; one is empty
+    >>> score = torch.tensor([[[[1.0, 2.0, 3.0, 0.0]]]])  # float32 [L, B, H, E]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> accumulate(mass, pos, held, (position, score), at).tolist()
+    [[[[1.5, 3.25, 0.25]]]]
+
 Layout: one launch, a program per lane and block of BLOCK columns. Usually the token of column s is in entry s. If
 tokens before it were evicted since, a binary search finds the entries of the block.
 Bound: memory, by a count of bytes (not measured). For each token 16 bytes are read (attention, position; position and

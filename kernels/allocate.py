@@ -1,5 +1,32 @@
 """Give slots to listed tokens that have none. Twin: `minithink/ref/allocate.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.allocate import allocate
+    >>> live = torch.zeros(3, 4, dtype=torch.bool)  # [P + 1, stride]: two pages of 4 slots, and the trash page
+    >>> taken = torch.zeros(3, dtype=torch.int32)  # [P + 1]
+    >>> filled = torch.zeros(3, dtype=torch.int16)  # [P + 1]
+    >>> page_thought = torch.zeros(3, dtype=torch.uint8)  # [P + 1]
+    >>> page_format = torch.full((3,), 255, dtype=torch.uint8)  # [P + 1]
+    >>> page = torch.full((1, 1, 1, 2), 2, dtype=torch.int32)  # [Lt, B, Ht, width]: the table is empty
+    >>> stack = torch.tensor([0, 1, 0], dtype=torch.int32)  # [P + 1]
+    >>> top = torch.tensor(2)  # int64: pages 0 and 1 are free
+    >>> place = torch.tensor([[[[-1, -2, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, S]: two tokens wait
+    >>> count = torch.tensor([[[2]]], dtype=torch.int32)  # [Lt, B, Ht]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> active = torch.tensor([True])  # [N]
+    >>> thought = torch.tensor([0], dtype=torch.uint8)  # [B], the type of each row's new tokens
+    >>> formats = torch.tensor([0])  # [types] int64, the format of each type
+    >>> slots = torch.tensor([4], dtype=torch.int32)  # [formats], slots of a page
+    >>> overflow = torch.tensor(False)
+    >>> state = (live, taken, filled, page_thought, page_format, page, stack, top, place)  # changed in place
+    >>> base = allocate(*state, count, at, active, thought, formats, slots, overflow, size=2, lanes=1)
+    >>> base.tolist()  # int64 [Lt, N, Ht, size], the tokens' slots
+    [[[[4, 5]]]]
+    >>> place[..., :2].tolist(), page.tolist()  # both lie in page 1
+    ([[[[4, 5]]]], [[[[1, 2]]]])
+
 Layout: two launches, and a sum between them.
 
     _find    one program per unit reads its table BLOCK columns at a time and fills pages that have room, one after

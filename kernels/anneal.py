@@ -1,5 +1,21 @@
 """How many tokens every segment may keep: ThinKV's retention schedule. Twin: `minithink/ref/anneal.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.anneal import anneal
+    >>> size = torch.tensor([[[[8, 8, 8, 3]]]], dtype=torch.int32)  # [Lt, N, Ht, G], tokens of each segment
+    >>> excess = torch.tensor([[[5]]], dtype=torch.int32)  # [Lt, N, Ht]: five tokens must go
+    >>> kind = torch.tensor([[2, 0, 1, 0]], dtype=torch.uint8)  # [B, G]: segment 1 is of the least important type
+    >>> level = torch.zeros(1, 4, dtype=torch.uint8)  # [B, G], changed in place
+    >>> cases = torch.zeros(2, 1, dtype=torch.int32)  # [2, B], changed in place
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> clock = torch.tensor([27], dtype=torch.int32)  # [N], generated tokens
+    >>> active = torch.tensor([True])  # [N]
+    >>> options = {"tau": 8, "retention": (4, 2), "hard": False, "transitions": False}
+    >>> anneal(size, excess, kind, level, cases, at, clock, active, **options).tolist()  # int32 [N, G]
+    [[8, 2, 8, 3]]
+
 Layout: one launch, a program per row. A program takes the size of each segment in its fullest lane, and holds all
 segments in registers. A running sum over the segments of each type replaces the loop over segments. Rows within
 their budget compute none of this. R is a constant of the compiled kernel.

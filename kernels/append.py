@@ -1,6 +1,31 @@
 """One new token a sequence: queries and keys are rotated, keys and values quantized into their slots, in one launch.
 Twin: `minithink/ref/append.py`, bit for bit.
 
+To use it alone, copy this file, `_common.py`, `_formats.py` and `_rotation.py`. With the GPU as torch's default
+device:
+
+    >>> from types import SimpleNamespace as Part
+    >>> import torch
+    >>> from minithink.kernels.append import append
+    >>> pool = torch.zeros(2, 1, 16, 2, 64)  # 2 pages of 16 slots, each a key and a value with D = 64 numbers
+    >>> layout = Part(plain=True, slots=16)  # keys and values stay in the model's type
+    >>> side = torch.zeros(2, 1, 0, dtype=torch.uint8)  # there are no scales
+    >>> numbers = pool.view(torch.uint8).flatten(2)
+    >>> pages = Part(layouts=[layout], pool=numbers, side=side, scale=torch.ones(1, 2, 1, 1), nowhere=lambda f: 16)
+    >>> shape = Part(layers=1, rows=1, kv_heads=1, head_dim=64, scope="head", sharing=1)
+    >>> store = Part(shape=shape, pages=pages, dtype=pool.dtype, ring=torch.zeros(1, 1, 1, 0, 2, 64))
+    >>> base = torch.tensor([[[[3]]]])  # int64 [Lt, N, Ht, 1]: slot 3 of page 0; page 1 is trash
+    >>> writer = Part(store=store, at=torch.tensor([0]), index=None, bases={0: base})
+    >>> q = torch.randn(1, 4, 64)  # [N, Hq, D]
+    >>> k, v = torch.randn(2, 1, 1, 64)  # [N, Hkv, D] each
+    >>> cos = torch.zeros(1, 1, 64)  # [N, 1, D] float32: an angle of 90°
+    >>> sin = torch.cat((-torch.ones(1, 1, 32), torch.ones(1, 1, 32)), dim=-1)  # [N, 1, D] float32
+    >>> rotated = append(q, k, v, cos, sin, writer, layer=0)  # [N, Hq, D]
+    >>> torch.equal(rotated, q.roll(32, dims=-1) * sin)
+    True
+    >>> torch.equal(pool[0, 0, 3], torch.cat((k[0].roll(32, dims=-1) * sin[0], v[0])))
+    True
+
 A program takes one token and KV head: its g query heads as a tile [g, D], its key and its value each as a tile
 [groups, elements of a group], as their formats quantize them. The partner of a channel, D/2 away, is loaded a second
 time, from the GPU's cache, so that the rotation fits any tile. One number says where the token goes: its slot in the

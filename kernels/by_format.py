@@ -1,9 +1,18 @@
 """Sort lists of tokens by format. Twin: `minithink/ref/by_format.py`.
 
-    _count      counts the tokens of each kind (one kind for each format; the ring is the last) in every block of a
-                list
-    _by_format  a program writes the tokens of one block of one list. The counts of the blocks before say where they
-                go; a running sum over the block gives a token's rank among those of its kind
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.by_format import by_format
+    >>> place = torch.tensor([[[[0, 16, 1, -1, 17]]]], dtype=torch.int32)  # [Lt, B, Ht, W]; −1: in the ring
+    >>> count = torch.tensor([[[5]]], dtype=torch.int32)  # [Lt, B, Ht]
+    >>> rows = torch.tensor([0])  # [N] int64
+    >>> page_format = torch.tensor([0, 1], dtype=torch.uint8)  # [pages]
+    >>> by_kind, column, first = by_format(place, count, rows, page_format, formats=(0, 1), stride=16, seen=5)
+    >>> by_kind.tolist()
+    [[[[0, 1, 16, 17, -1]]]]
+    >>> first.tolist()  # where format 0, format 1 and the ring begin, and the number of tokens
+    [[[[0, 2, 4, 5]]]]
 
 Lists of one block, as budgets leave them, need no counts of other blocks, and so only one launch.
 

@@ -1,5 +1,20 @@
 """Keep the positions and scores of the tokens that stay, without gaps. Twin: `minithink/ref/carry.py`.
 
+To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.carry import carry
+    >>> score = torch.tensor([[[[0.5, 0.2, 0.3]]]])  # float32 [L, N, H, S]
+    >>> pos = torch.tensor([[[[0, 4, 5]]]], dtype=torch.int32)  # [L, N, H, S]
+    >>> stay = torch.tensor([[[[True, False, True]]]])  # [L, N, H, S]
+    >>> position = torch.zeros(1, 1, 1, 2, dtype=torch.int32)  # [L, B, H, E], changed in place
+    >>> scores = torch.zeros(1, 1, 1, 2)  # float32 [L, B, H, E], changed in place
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> active = torch.tensor([True])  # [N]
+    >>> carry(score, pos, stay, (position, scores), at, active)
+    >>> position.tolist()
+    [[[[0, 5]]]]
+
 Layout: one launch, a program per lane, which goes over the lane's columns BLOCK at a time. A prefix sum over the
 flags gives each token that stays its entry, behind the entries that earlier blocks have written.
 Bound: memory, by a count of bytes (not measured). For each token 9 bytes are read (flag, position, score) and 8

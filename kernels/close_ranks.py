@@ -1,5 +1,20 @@
 """Decide before an eviction which token moves to which slot. Twin: `minithink/ref/close_ranks.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.close_ranks import close_ranks
+    >>> drop = torch.tensor([[[[False, True, False, False]]]])  # [Lt, B, Ht, S]
+    >>> place = torch.tensor([[[[0, 1, 2, 3, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, W + 1], slots
+    >>> pos = torch.tensor([[[[5, 6, 7, 8, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, W + 1], changed in place
+    >>> count = torch.tensor([[[4]]], dtype=torch.int32)  # [Lt, B, Ht]
+    >>> source = torch.zeros_like(place)  # changed in place
+    >>> moves = torch.zeros(1, 1, 1, 2, dtype=torch.int32)  # [Lt, B, Ht, 2], changed in place
+    >>> close_ranks(drop, place, pos, count, source, moves).tolist()  # the slots that become free
+    [[[[False, False, False, True]]]]
+    >>> source[..., 1:3].tolist(), moves.tolist()  # where the tokens for slots 1 and 2 come from
+    ([[[[2, 3]]]], [[[[1, 3]]]])
+
 Layout: a program per unit goes through its list once, BLOCK columns at a time. From the first dropped token on, it
 writes the kept tokens of a block behind those kept before, in place. Then it flags the columns at the list's end.
 Bound: memory. 2 bytes for each token up to the first dropped one (its flag, and the flag of the end), 18 behind it

@@ -1,5 +1,19 @@
 """SkipKV's score of every cached token. Twin: `minithink/ref/cumulative_score.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.cumulative_score import cumulative_score
+    >>> importance = torch.tensor([[[[0.5, 0.3, 0.2]]]])  # float32 [L, N, H, S]
+    >>> redundancy = torch.tensor([[[[0.2, 0.4, 0.4]]]])  # float32 [L, N, H, S]
+    >>> pos = torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32)  # [L, N, H, S]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> number = torch.tensor([[0, 1, 1]], dtype=torch.int32)  # [B, P], the sentence of each position
+    >>> penalty = torch.tensor([[0.0, 0.1]])  # float32 [B, T], of each sentence
+    >>> z, _ = cumulative_score(importance, redundancy, pos, at, number, penalty, sigma=0.5)
+    >>> z.cpu()
+    tensor([[[[ 0.1500, -0.1500, -0.2000]]]])
+
 Layout: a program for each lane and BLOCK columns. A token's position gives the number of its sentence, and the number
 gives the penalty.
 Bound: memory. 28 bytes are moved for each token: importance, redundancy, position, number and penalty are read, two

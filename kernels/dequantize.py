@@ -1,6 +1,18 @@
 """Numbers from a format of the cache: codes, scales and minima read once, numbers written once. Twin:
 `minithink/ref/dequantize.py`, bit for bit.
 
+To use it alone, copy this file, `_common.py`, `_formats.py` and `_rotation.py`. With the GPU as torch's default
+device:
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from minithink.kernels.dequantize import dequantize
+    >>> nvfp4 = SimpleNamespace(name="nvfp4", bits=4, group=16, by="channel", param_bytes=1, tensor_scaled=True)
+    >>> codes = torch.tensor([[0x10, 0x32, 0x54, 0x76] * 2], dtype=torch.uint8)  # [N, D/2], two codes a byte
+    >>> scales = torch.tensor([[2.0]]).to(torch.float8_e4m3fn).view(torch.uint8)  # [N, D/16]
+    >>> dequantize(nvfp4, codes, scales, torch.ones(1), torch.float32)[:, :8].tolist()  # [N, D]
+    [[0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]]
+
 Layout: a tile is [BLOCK groups, elements of a group]. In fp8, in the plain formats and in formats by token, a row
 counts as one group. By token every channel has its own parameters, which are loaded as a tile. The tokens of a group
 share these rows, so all but the first read come from the GPU's cache. Codes are unpacked in registers, along the last

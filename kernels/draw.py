@@ -1,5 +1,16 @@
 """Draw a number for every cached token by a hash of its position. Twin: `minithink/ref/draw.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.draw import draw
+    >>> key = torch.tensor([11, 12])  # int64 [2], a number for each of two lists of tokens
+    >>> pos = torch.arange(5, dtype=torch.int32).repeat(2, 1)  # int32 [2, S], positions of their tokens
+    >>> lot = draw(key, pos)  # float64 [2, S], from 0 to below 1; the same key and position draw the same lot
+    >>> weight = torch.rand(2, 5)  # float32 [2, S]
+    >>> torch.allclose(draw(key, pos, weight), lot.log() / weight)
+    True
+
 Layout: one launch; a program takes BLOCK columns of a lane. The hash stays in registers.
 Bound: memory and latency. A token has 4 bytes of position, 4 of weight if there are weights, and 8 of score.
 

@@ -1,5 +1,20 @@
 """Append new tokens to their lists. Twin: `minithink/ref/enlist.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.enlist import enlist
+    >>> place = torch.tensor([[[[4, 5, 0, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, S], changed in place
+    >>> pos = torch.tensor([[[[0, 1, 0, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, S], changed in place
+    >>> count = torch.tensor([[[2]]], dtype=torch.int32)  # [Lt, B, Ht], changed in place
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> active = torch.tensor([True])  # [N]
+    >>> lengths = torch.tensor([7])  # [N] int64, the new token's position
+    >>> waiting = torch.tensor([0])  # [N] int64, its index in the buffer
+    >>> enlist(place, pos, count, at, active, lengths, waiting)
+    >>> place[..., :3].tolist(), pos[..., :3].tolist()
+    ([[[[4, 5, -1]]]], [[[[0, 1, 7]]]])
+
 Layout: a program takes UNITS units. For each it reads the count and writes place and position behind the list's end.
 Bound: the launch. 8 bytes are read and 12 written for each unit, in sectors of 32.
 """

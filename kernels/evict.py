@@ -1,5 +1,28 @@
 """Eviction: tokens leave their lists; slots, pages and groups of keys become free. Twin: `minithink/ref/evict.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.evict import evict
+    >>> drop = torch.tensor([[[[False, True, False, False, True]]]])  # [Lt, N, Ht, S]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> place = torch.tensor([[[[0, 1, 2, 3, 4, 0]]]], dtype=torch.int32)  # [Lt, B, Ht, W + 1]: in pages 0, 1
+    >>> pos = torch.tensor([[[[0, 1, 2, 3, 4, -1]]]], dtype=torch.int32)  # [Lt, B, Ht, W + 1]
+    >>> count = torch.tensor([[[5]]], dtype=torch.int32)  # [Lt, B, Ht]
+    >>> live = torch.tensor([[True] * 4, [True] + [False] * 3, [False] * 4])  # [P + 1, stride]
+    >>> taken = torch.tensor([4, 1, 0], dtype=torch.int32)  # [P + 1]
+    >>> page_format = torch.tensor([0, 0, 255], dtype=torch.uint8)  # [P + 1]
+    >>> page = torch.tensor([[[[0, 1]]]], dtype=torch.int32)  # [Lt, B, Ht, width]
+    >>> stack = torch.zeros(3, dtype=torch.int32)  # [P + 1], the free pages; at first there are none
+    >>> top = torch.tensor(0)  # int64
+    >>> group_of = torch.zeros(0, 4, dtype=torch.int32)  # no keys are by token
+    >>> groups = (group_of, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), torch.tensor(0))
+    >>> evict(drop, at, place, pos, count, live, taken, page_format, page, stack, top, *groups, stride=4)
+    >>> place[..., :3].tolist(), taken.tolist()
+    ([[[[0, 2, 3]]]], [3, 0, 0])
+    >>> stack[:top].tolist()  # page 1 is free
+    [1]
+
 Layout: two launches, over the units of the rows `at`.
 
     _compact   one program per unit. It finds the first column with a dropped token. From its block on it reads BLOCK

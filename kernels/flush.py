@@ -1,6 +1,27 @@
 """Move full buffers into pages: quantize the waiting keys and values into their slots, in all layers at once.
 Twin: `minithink/ref/flush.py`, byte for byte.
 
+To use it alone, copy this file, `append.py`, `_common.py`, `_formats.py` and `_rotation.py`. With the GPU as torch's
+default device:
+
+    >>> from types import SimpleNamespace as Part
+    >>> import torch
+    >>> from minithink.kernels.flush import flush
+    >>> ring = torch.randint(-8, 9, (1, 1, 1, 4, 2, 64)).float()  # [L, B, Hkv, R, 2, D]: 4 keys and values wait
+    >>> pool = torch.zeros(2, 1, 16 * 128, dtype=torch.uint8)  # 2 pages of 16 slots, each a key and a value
+    >>> fp8 = Part(name="fp8", bits=8, group=0, by="channel", param_bytes=0, tensor_scaled=True)
+    >>> layout = Part(k=fp8, v=fp8, plain=False, by_token=False, slots=16)
+    >>> none = torch.zeros(2, 1, 0, dtype=torch.uint8)  # fp8 has no scales of groups
+    >>> memory = {"pool": pool, "side": none, "group_params": none, "scale": torch.ones(1, 2, 1, 1)}
+    >>> pages = Part(layouts=[layout], nowhere=lambda f: 16, **memory)  # page 1 is trash
+    >>> shape = Part(layers=1, rows=1, kv_heads=1, head_dim=64, scope="head", sharing=1)
+    >>> store = Part(shape=shape, pages=pages, dtype=ring.dtype, ring=ring, storage=Part(buffer=4))
+    >>> base = torch.tensor([[[[2, 3, 5, 7]]]])  # int64 [Lt, N, Ht, R]: the tokens' slots
+    >>> flush(Part(store=store, at=torch.tensor([0]), bases={0: base}))
+    >>> stored = pool.view(torch.float8_e4m3fn).view(2, 16, 2, 64)[0, [2, 3, 5, 7]]
+    >>> torch.equal(stored.float(), ring[0, 0, 0])
+    True
+
 A program takes some tokens of one buffer and lane: a whole group of keys by token, else TOKENS tokens. Keys by token
 are a tile [tokens, D], whose columns are the groups. Keys and values by channel are a tile [tokens · groups, elements
 of a group], and are stored as by `append`. Tokens that were evicted while they waited have a slot of the trash page;

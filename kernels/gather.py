@@ -1,5 +1,17 @@
 """Keys and values move together after an eviction. Twin: `minithink/ref/gather.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.gather import gather
+    >>> pool = torch.tensor([[[10, 11, 12, 13]]], dtype=torch.int32).view(torch.uint8)  # [pages, lanes, bytes]
+    >>> source = torch.tensor([[0, 2, 3, 0]], dtype=torch.int32)  # [lists, W], slots; here a page has 4 of 4 bytes
+    >>> place = torch.tensor([[0, 1, 2, 3]], dtype=torch.int32)  # [lists, W], slots
+    >>> moves = torch.tensor([[1, 3]], dtype=torch.int32)  # [lists, 2]: slots 2 and 3 are copied to 1 and 2
+    >>> gather(source, moves, place, pool, stride=4)
+    >>> pool.view(torch.int32).tolist()
+    [[[10, 12, 13, 13]]]
+
 Layout: a program takes WORDS words of 4 bytes of every token of a unit in one lane, and moves TOKENS tokens at a
 time, the oldest first. So no token overwrites a later one that has not been read yet, and the blocks of one unit must
 follow each other. Other words of the slots, other lanes and other units run in parallel.

@@ -1,5 +1,16 @@
 """Draw a token by the Gumbel-max trick, with noise computed in registers. Twin: `minithink/ref/gumbel_argmax.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.gumbel_argmax import gumbel_argmax
+    >>> logits = torch.tensor([0.0, 1.0, -torch.inf]).repeat(100, 1)  # [B, V] float32
+    >>> sequence = torch.arange(100)  # [B] int64: each row is another sequence,
+    >>> position = torch.full((100,), 12)  # [B] int64: which draws its token for position 12
+    >>> token = gumbel_argmax(logits, 0, sequence, position)  # [B] int64; 0 is the seed
+    >>> token.bincount(minlength=3).tolist()  # the probabilities are 0.27, 0.73 and 0
+    [28, 72, 0]
+
 Layout: a program takes a block of one row's vocabulary. Philox gives four words for a counter, for four neighbouring
 tokens; they are interleaved into the order of the logits. The block's best value and its token go to a scratch tensor
 of about a hundred numbers a row, which a second kernel reduces.

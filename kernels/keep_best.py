@@ -1,5 +1,15 @@
 """The best candidates of every lane, without sorting. Twin: `minithink/ref/keep_best.py`.
 
+To use it alone, copy this file, `_common.py` and `_radix.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.keep_best import keep_best
+    >>> score = torch.tensor([[0.3, 0.9, 0.1, 0.9, 0.5]])  # float32 or float64 [lanes, S], oldest first
+    >>> candidate = torch.tensor([[True, False, True, True, True]])  # [lanes, S]
+    >>> count = torch.tensor([2])  # [lanes]
+    >>> keep_best(score, candidate, count).tolist()
+    [[False, False, False, True, True]]
+
 Layout: one program per lane, which reads its columns BLOCK at a time. The radix search of `_radix.py` finds the range
 of scores that holds the worst kept candidate. The last pass writes the candidates above the range, and the missing
 ones from the range, oldest first.

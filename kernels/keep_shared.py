@@ -1,5 +1,16 @@
 """The best candidates of lanes that share a number of places. Twin: `minithink/ref/keep_shared.py`.
 
+To use it alone, copy this file, `_common.py` and `_radix.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.keep_shared import keep_shared
+    >>> score = torch.tensor([[[0.9, 0.8, 0.7], [0.1, 0.2, 0.3]]])  # float32 or float64 [N, H, S], oldest first
+    >>> candidate = torch.ones(1, 2, 3, dtype=torch.bool)  # [N, H, S]
+    >>> count = torch.tensor([3], dtype=torch.int32)  # [N]: three tokens stay of the two heads together,
+    >>> floor = torch.tensor([[1, 1]], dtype=torch.int32)  # [N, H]: and at least one of each
+    >>> keep_shared(score, candidate, count, floor).tolist()
+    [[[True, True, False], [False, False, True]]]
+
 Layout: one program per group of lanes. The lanes of a group lie one behind the other. So a lane is a range of
 columns, and the group is a longer range. The radix search of `_radix.py` runs in each lane, for the candidates that
 the lane keeps for certain. Then it runs once in the whole group, among the candidates that are not kept yet. The last

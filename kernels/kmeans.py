@@ -1,5 +1,15 @@
 """Select the tokens that represent thoughts: K-means on the keys of segments. Twin: `minithink/ref/kmeans.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.kmeans import kmeans
+    >>> x = torch.tensor([[[0.0], [1.0], [2.0], [7.0], [8.0], [9.0]]])  # [P, T, F]: one set of six members
+    >>> valid = torch.ones(1, 6, dtype=torch.bool)  # [P, T]
+    >>> count = torch.tensor([2])  # [P], the clusters of each set
+    >>> kmeans(x, valid, count).tolist()  # of each cluster the member nearest to its mean
+    [[False, True, False, False, True, False]]
+
 Layout: two launches for all sets; a set is a segment of any sequence and layer.
 
     _products   a program per set and BLOCK × BLOCK members: x_i·x_j, by tl.dot

@@ -1,5 +1,16 @@
 """The matrix product of a few rows, which reads W at the speed of memory. Twin: `minithink/ref/linear.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.linear import linear
+    >>> x = torch.randn(3, 64)  # [N, in], any float dtype; more than 16 rows go to torch
+    >>> weight = torch.randn(64, 32)  # [in, out]; the transposed view of [out, in] will do
+    >>> bias = torch.randn(32)  # [out], or [N, out], or None
+    >>> out = linear(x, weight, bias)  # [N, out] in the dtype of x
+    >>> torch.allclose(out, x @ weight + bias, atol=1e-4)
+    True
+
 Bound: memory. With N ≤ 16 rows there are 2·N operations for each weight of two bytes. So W must be read once, at full
 speed, which needs 4 MB of loads in flight on an H200 (4.8 TB/s · 0.8 µs), 30 KB for each of 132 SMs.
 

@@ -1,10 +1,31 @@
 """Attention of one new token of each sequence over its pages. Twin: `minithink/ref/paged_attention.py`.
 
-    _attend     a program takes a part of one lane: 128 to 4096 tokens of one format, or the tokens of the ring (the
-                buffer). Each format, and the ring, has its own launch over its tokens (`by_format.py`); in a CUDA
-                graph the launches are parallel branches
-    _merge      the parts of a query head become one (`_parts.py`, which also says how long parts are)
-    _mass, _max_logit   if asked for: the attention that each token got (`_mass.py`)
+To use it alone, copy this file, `_common.py`, `_formats.py`, `_layout.py`, `_mass.py`, `_parts.py`, `_planes.py` and
+`_rotation.py`. With the GPU as torch's default device:
+
+    >>> from types import SimpleNamespace as Part
+    >>> import torch
+    >>> from minithink.kernels.paged_attention import paged_attention
+    >>> pool = torch.randn(2, 1, 16, 2, 64)  # 2 pages of 16 slots, each a key and a value with D = 64 numbers
+    >>> place = torch.randperm(32).int().view(1, 1, 1, 32)  # [Lt, B, Ht, S + 1]: page · 16 + slot of 31 tokens
+    >>> count = torch.full((1, 1, 1), 31, dtype=torch.int32)  # [Lt, B, Ht]
+    >>> plain = Part(name="fp32", bits=32, group=0, by="channel", param_bytes=0, tensor_scaled=False)
+    >>> layout = Part(k=plain, v=plain, slots=16, k_codes=256, k_side=0)
+    >>> none = torch.zeros(2, 1, 0, dtype=torch.uint8)  # there are no scales
+    >>> memory = {"pool": pool.view(torch.uint8).flatten(2), "side": none, "group_params": none}
+    >>> pages = Part(layouts=[layout], scale=torch.ones(1, 2, 1, 1), **memory)
+    >>> shape = Part(rows=1, kv_heads=1, query_heads=4, head_dim=64, scope="head", tables=(1, 1, 1), sharing=1)
+    >>> slots = Part(used=[0], group_of=torch.zeros(2, 0, dtype=torch.int32), table=Part(stride=16))
+    >>> lists = Part(place=place, count=count, columns_read=31)
+    >>> ring = torch.zeros(1, 1, 1, 0, 2, 64)  # [L, B, Hkv, R, 2, D]: no token waits to be quantized
+    >>> rest = {"dtype": pool.dtype, "storage": Part(lag=False), "ring": ring}
+    >>> store = Part(shape=shape, lists=lists, slots=slots, pages=pages, **rest)
+    >>> read = Part(store=store, numbers=torch.tensor([0]), into=None)  # int64 [N], the rows
+    >>> q = torch.randn(1, 4, 64)  # [N, Hq, D]
+    >>> out, _ = paged_attention(q, read, layer=0)  # [N, Hq, D]
+    >>> k, v = pool.flatten(0, 2)[place[0, 0, 0, :31].long()].unbind(1)  # [31, D] each
+    >>> torch.allclose(out, (q @ k.T / 8).softmax(-1) @ v, atol=1e-5)
+    True
 
 First read `_attend` with one plain format (FORMATS 0), no ring and SEEN "": that is step 4 of tutorial 5. Then
 `_parts.py`, `_layout.py` (where keys and values lie) and `_planes.py` (how codes become numbers).

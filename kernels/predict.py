@@ -1,5 +1,18 @@
 """DynTS's importance predictor for a few rows, in three launches. Twin: `minithink/ref/predict.py`.
 
+To use it alone, copy this file, `linear.py` and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.predict import predict
+    >>> hidden = torch.randn(3, 64)  # [N, d], any float dtype; more than 64 rows go to torch
+    >>> weights = [torch.randn(64, 128) / 8, torch.randn(128, 32) / 11]  # [d, 2d] and [2d, d/2],
+    >>> weights.append(torch.randn(32, 1) / 6)  # [d/2, 1]; of one float dtype
+    >>> score = predict(hidden, weights)  # float32 [N]
+    >>> for weight in weights:
+    ...     hidden = torch.nn.functional.softplus(hidden @ weight)
+    >>> torch.allclose(score, hidden[:, 0], atol=1e-4)
+    True
+
 Layout: the first two layers are products of at most 64 rows with W, as in `linear.py`: a program owns a block of
 columns and goes down W in tiles. It applies softplus to its sums before it writes them, so softplus needs no pass of
 its own. The third layer has one column, and a program for each row. torch computes more than 64 rows.

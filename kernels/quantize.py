@@ -1,6 +1,20 @@
 """Numbers into a format of the cache: groups' scales and minima, codes, packing, in one pass. Twin:
 `minithink/ref/quantize.py`, byte for byte.
 
+To use it alone, copy this file, `_common.py`, `_formats.py` and `_rotation.py`. With the GPU as torch's default
+device:
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from minithink.kernels.quantize import quantize
+    >>> nvfp4 = SimpleNamespace(name="nvfp4", bits=4, group=16, by="channel", param_bytes=1, tensor_scaled=True)
+    >>> x = torch.tensor([[0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2])  # [N, D]; float32, float16 or bfloat16
+    >>> codes, scales = quantize(nvfp4, x, tensor_scale=torch.ones(1))  # uint8 [N, D/2] and [N, D/16]
+    >>> [f"{byte:02x}" for byte in codes[0].tolist()]  # two codes a byte; the points have the codes 0 to 7
+    ['10', '32', '54', '76', '10', '32', '54', '76']
+    >>> scales.view(torch.float8_e4m3fn).float().tolist()
+    [[1.0]]
+
 Layout: by channel a tile is [BLOCK groups, elements of a group] of consecutive groups, whichever rows they are in. In
 fp8 and the plain formats a row counts as one group. By token a tile is [T tokens, BLOCK channels] of one leading
 index, and a group is a column. Codes lie along a row in both cases, so packing joins neighbours of a tile's last

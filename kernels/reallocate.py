@@ -1,5 +1,17 @@
 """Move budgets to the KV heads that use theirs most (Crystal-KV's algorithm 2). Twin: `minithink/ref/reallocate.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.reallocate import reallocate
+    >>> crf = torch.tensor([[[3.0, 1.0]]], dtype=torch.float64)  # [L, N, H], what the tokens of each head are worth
+    >>> budget = torch.tensor([[[4, 4]]], dtype=torch.int32)  # [L, N, H]
+    >>> low = torch.ones_like(budget)
+    >>> high = torch.full_like(budget, 8)
+    >>> moves = torch.tensor([True])  # [N]
+    >>> reallocate(crf, budget, low, high, moves, damping=1.0).tolist()
+    [[[6, 2]]]
+
 Layout: one launch, a program per row, which holds all heads of all layers in registers. Rows whose budgets do not
 move are copied.
 Finding c: take the c that is right if no head is at a bound, and clamp the budgets that it gives. If they add up to

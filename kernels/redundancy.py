@@ -1,5 +1,16 @@
 """R-KV's redundancy without the S × S matrix of cosines in memory. Twin: `minithink/ref/redundancy.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.redundancy import redundancy
+    >>> k = torch.zeros(1, 1, 4, 16)  # [B, Hkv, S, D]
+    >>> k[0, 0, :3, 0] = 1  # three equal keys,
+    >>> k[0, 0, 3, 1] = 1  # and another one
+    >>> valid = torch.ones(1, 1, 4, dtype=torch.bool)  # [B, Hkv, S], or [B, 1, S]
+    >>> redundancy(k, valid, threshold=0.5).cpu()  # float32 [B, Hkv, S]; of equal keys the newest is spared
+    tensor([[[0.3342, 0.2603, 0.2027, 0.2027]]])
+
 Layout: four launches, each with a program per lane and block of BLOCK keys, the last with a program per lane.
 
     _unit      1/(‖k‖ + 1e−8), and a block's share of Σ_i k̂_i

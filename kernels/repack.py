@@ -1,5 +1,29 @@
 """After budgets have moved: heads that shrink evict, lists move to their entries. Twin: `minithink/ref/repack.py`.
 
+To use it alone, copy this file, `retain.py`, `_common.py` and `_entries.py`. With the GPU as torch's default device:
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from minithink.kernels.repack import repack
+    >>> age = torch.arange(1024, dtype=torch.int32)  # λ = 1/2: λ^age and λ^(1024·age), as factors times powers of 2
+    >>> factor = torch.ones(2048, dtype=torch.float64)
+    >>> decay = SimpleNamespace(lam=0.5, factor=factor, exponent=-torch.cat((age, 1024 * age)))
+    >>> drop = torch.zeros(1, 1, 2, 2, dtype=torch.bool)  # [L, N, H, S], changed in place
+    >>> held = torch.tensor([[[2, 2]]], dtype=torch.int32)  # [L, N, H]
+    >>> position = torch.tensor([[0, 1, 0, 1, 2**31 - 1]], dtype=torch.int32)  # [B, E]; these three change in place
+    >>> crf = torch.tensor([[3.0, 1.0, 2.0, 1.0, 0.0]], dtype=torch.float64)  # [B, E]
+    >>> last = torch.ones(1, 5, dtype=torch.int32)  # [B, E]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> old = torch.tensor([[[2, 2]]], dtype=torch.int32)  # [L, N, H]
+    >>> new = torch.tensor([[[1, 3]]], dtype=torch.int32)  # [L, N, H]: the first head shrinks
+    >>> zero = torch.zeros(1, dtype=torch.int32)  # [N]: no token is protected, and t is 1
+    >>> moves = torch.tensor([True])  # [N]
+    >>> repack(drop, held, (position, crf, last), at, old, new, 0, zero, zero + 1, moves, decay)
+    >>> drop.tolist()
+    [[[[False, True], [False, False]]]]
+    >>> crf[:, :3].tolist()
+    [[3.0, 2.0, 1.0]]
+
 Layout: two launches, because a lane's new entries are other lanes' old ones.
 
     _leave   one program of one warp per lane. If the head shrinks, it finds the border as `retain` does. Then it goes

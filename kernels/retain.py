@@ -2,6 +2,42 @@
 
 Twin: `minithink/ref/retain.py`, which says what CRF, τ and entries are.
 
+To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as torch's default device:
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from minithink.kernels.retain import retain
+    >>> age = torch.arange(1024, dtype=torch.int32)  # λ = 1/2: λ^age and λ^(1024·age), as factors times powers of 2
+    >>> factor = torch.ones(2048, dtype=torch.float64)
+    >>> decay = SimpleNamespace(lam=0.5, factor=factor, exponent=-torch.cat((age, 1024 * age)))
+    >>> one = torch.ones(1, dtype=torch.int32)  # [N]
+    >>> head = torch.ones(1, 1, 1, dtype=torch.int32)  # [L, N, H]
+    >>> position = torch.full((1, 4), 2**31 - 1, dtype=torch.int32)  # [B, E]; these three are changed in place
+    >>> crf = torch.zeros(1, 4, dtype=torch.float64)  # [B, E]
+    >>> last = torch.zeros(1, 4, dtype=torch.int32)  # [B, E]
+    >>> drop, *_ = retain(
+    ...     mass=torch.tensor([[[[0.6, 0.1, 0.3]]]]),  # float32 [L, N, H, S]
+    ...     pos=torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32),  # [L, N, H, S]
+    ...     held=3 * head,
+    ...     known=(position, crf, last),
+    ...     at=torch.tensor([0]),  # [N] int64, the rows
+    ...     budget=2 * head,
+    ...     slack=1,
+    ...     keep=2 * head,
+    ...     protected=0 * one,
+    ...     prompt=2 * one,
+    ...     t=one,
+    ...     tracked=one.bool(),
+    ...     counted=head.bool(),
+    ...     summed=one.bool(),
+    ...     decay=decay,
+    ...     p=0.8,
+    ...     birth=0,
+    ...     scored=False,
+    ... )
+    >>> drop.tolist()  # tokens 0 and 2 are hit, because they hold the share p of the attention; token 1 goes
+    [[[[False, True, False]]]]
+
 Layout: one program of one warp per lane (a head of a row and layer). It goes over the lane's tokens BLOCK at a time.
 The mass of a token is the attention that it got. A token that goes is evicted. The steps are functions, named as in
 the twin where it has them:

@@ -1,5 +1,15 @@
 """RMSNorm over the last axis, one read and one write. Twin: `minithink/ref/rms_norm.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.rms_norm import rms_norm
+    >>> x = torch.randn(5, 64)  # [N, d], any float dtype
+    >>> weight = torch.rand(64)  # [d]
+    >>> out = rms_norm(x, weight, 1e-6)  # [N, d] in the dtype of x
+    >>> torch.allclose(out, torch.nn.functional.rms_norm(x, (64,), weight, 1e-6), atol=1e-5)
+    True
+
 Layout: a program holds a few whole rows in registers, so that the mean square and the product need one read. There
 are outer · inner rows, and each of these two leading axes has its own stride. So the heads of q or k are normed
 where the fused projection wrote them, inside [N, Hq + 2·Hkv, D].

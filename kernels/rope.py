@@ -1,5 +1,17 @@
 """Rotary position embedding, one read and one write. Twin: `minithink/ref/rope.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.rope import rope
+    >>> x = torch.randn(3, 4, 64)  # [N, H, D], any float dtype: 4 heads of tokens at the positions 0, 1 and 2
+    >>> angle = torch.outer(torch.arange(3.0), 10000.0 ** -torch.arange(0, 1, 1 / 32))  # [N, D/2]
+    >>> cos = torch.cat((angle.cos(), angle.cos()), dim=1)[:, None]  # [N, 1, D] float32
+    >>> sin = torch.cat((-angle.sin(), angle.sin()), dim=1)[:, None]  # the first half with a minus
+    >>> out = rope(x, cos, sin)  # [N, H, D] in the dtype of x
+    >>> torch.allclose(out, x * cos + x.roll(32, dims=-1) * sin, atol=1e-5)
+    True
+
 Layout: a program takes one token and a few of its heads, and holds both halves of each head, so that every number is
 read once. Cosines and sines are read once for all heads of the program. Heads and tokens have strides, so q and k are
 read directly from the fused projection's output, [N, Hq + 2·Hkv, D].

@@ -1,5 +1,19 @@
 """Find the segments of sequences in their lists of tokens. Twin: `minithink/ref/segments.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.segments import segments
+    >>> pos = torch.tensor([[[[0, 2, 4, 5, 7, 8, 15]]]], dtype=torch.int32)  # [Lt, B, Ht, W], positions, ascending
+    >>> count = torch.tensor([[[7]]], dtype=torch.int32)  # [Lt, B, Ht], tokens of each list
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> prompt = torch.tensor([4], dtype=torch.int32)  # [N]: segments of tau tokens begin at 4, 8 and 12
+    >>> first, size = segments(pos, count, at, prompt, tau=4, total=3)  # int32 [Lt, N, Ht, total], twice
+    >>> first.tolist()
+    [[[[2, 5, 6]]]]
+    >>> size.tolist()
+    [[[[3, 1, 1]]]]
+
 Layout: one launch, a program per unit and BLOCK segments. Lists are in the order of positions, so a binary search
 finds where a segment begins, for all segments of the program at once.
 Bound: latency, log2(S) loads one after the other. A search reads 4 bytes for each of these positions; 8 bytes are

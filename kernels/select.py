@@ -1,5 +1,20 @@
 """Select the tokens of the selection windows that go, for all sequences at once. Twin: `minithink/ref/select.py`.
 
+To use it alone, copy this file, `_common.py` and `_radix.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.select import select
+    >>> score = torch.tensor([[0.0, 0.4, 0.1, 0.8, 0.2, 0.0]])  # float32 [B, T], by position
+    >>> pos = torch.arange(6, dtype=torch.int32).view(1, 1, 1, 6)  # [Lt, N, Ht, S]
+    >>> held = torch.full((1, 1, 1), 6, dtype=torch.int32)  # [Lt, N, Ht]
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> first = torch.tensor([1], dtype=torch.int32)  # [N]: the window begins at position 1,
+    >>> local = torch.full((1, 1, 1), 1, dtype=torch.int32)  # [Lt, N, Ht]: and ends before the last token
+    >>> keep = torch.full((1, 1, 1), 2, dtype=torch.int32)  # [Lt, N, Ht]
+    >>> due = torch.ones(1, 1, 1, dtype=torch.bool)  # [Lt, N, Ht]
+    >>> select(score, pos, held, at, first, local, keep, due).tolist()  # the tokens that go
+    [[[[False, False, True, False, True, False]]]]
+
 Layout: one program per lane. The program of a lane that is not due ends at once. Positions ascend, so the question's
 tokens are the lane's first columns, and the selection window is a range of columns. In it runs the radix search of
 `_radix.py`, which loads scores by the tokens' positions. The last pass writes the tokens that go.

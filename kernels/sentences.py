@@ -1,5 +1,19 @@
 """Sentences of a token stream, one token of each row. Twin: `minithink/ref/sentences.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.sentences import sentences
+    >>> table = torch.tensor([[0, 32, 64]], dtype=torch.uint8)  # [states, V]: token 1 is a keyword, 2 ends a sentence
+    >>> state = torch.zeros(2, 3, dtype=torch.int32)  # [B, 3], changed in place
+    >>> token = torch.tensor([1, 2])  # [N] int64, the newest token of each row
+    >>> at = torch.tensor([0, 1])  # [N] int64, the rows
+    >>> active = torch.tensor([True, True])  # [N]
+    >>> sentences(token, at, active, table, state).tolist()
+    [False, True]
+    >>> state.tolist()  # the automaton's state, a keyword in the open sentence, ended sentences with a keyword
+    [[0, 1, 0], [0, 0, 0]]
+
 Layout: programs of BLOCK rows. Each row looks into the table once and writes three numbers.
 Bound: launch. A row moves 24 bytes of state, 8 of its token, 8 of its number and 1 of the table; there are few rows.
 """

@@ -1,5 +1,22 @@
 """Requantize integers to fewer bits, from the codes alone. Twin: `minithink/ref/shrink.py`, byte for byte.
 
+To use it alone, copy this file, `_common.py`, `_formats.py` and `_rotation.py`. With the GPU as torch's default
+device:
+
+    >>> from types import SimpleNamespace
+    >>> import torch
+    >>> from minithink.kernels.shrink import shrink
+    >>> fields = {"group": 16, "by": "channel", "param_bytes": 4, "params": "fp16", "tensor_scaled": False}
+    >>> int8 = SimpleNamespace(name="int8", bits=8, **fields)
+    >>> int4 = SimpleNamespace(name="int4", bits=4, **fields)
+    >>> codes = torch.tensor([[0, 17, 34, 255] * 4], dtype=torch.uint8)  # [N, D]
+    >>> params = torch.tensor([[0.5, -3.0]], dtype=torch.float16).view(torch.uint8)  # [N, 4·D/16]: scale and minimum
+    >>> fewer, params = shrink(int8, int4, codes, params)
+    >>> [f"{byte:02x}" for byte in fewer[0].tolist()]  # uint8 [N, D/2], two codes a byte
+    ['10', 'f2', '10', 'f2', '10', 'f2', '10', 'f2']
+    >>> params.view(torch.float16).tolist()
+    [[8.5, -3.0]]
+
 Layout: one launch. The first programs take [BLOCK rows, codes of a row] of the codes, the others [BLOCK rows, scales
 of a row] of the parameters, because a row of parameters may belong to one row of codes or to many. All halvings, 16
 to 8 to 4 to 2 bits, are done in registers.

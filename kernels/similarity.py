@@ -1,5 +1,21 @@
 """Similarity of sentences, one token of each row. Twin: `minithink/ref/similarity.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.similarity import similarity
+    >>> total = torch.zeros(1, 4)  # float32 [B, d]; this and the next four are changed in place
+    >>> vector = torch.zeros(1, 8, 4)  # float32 [B, M, d]
+    >>> penalty = torch.zeros(1, 4)  # float32 [B, T]
+    >>> number = torch.zeros(1, 16, dtype=torch.int32)  # [B, P]
+    >>> count = torch.tensor([[1, 0]], dtype=torch.int32)  # [B, 2]: sentence 1 is open
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> yes = torch.tensor([True])  # [N]: the row is active, and each of its tokens ends a sentence
+    >>> for i, hidden in enumerate(torch.tensor([[[1.0, 0, 0, 0]], [[0.8, 0.6, 0, 0]], [[0, 0, 1.0, 0]]])):  # [N, d]
+    ...     similarity(hidden, at, yes, torch.tensor([i]), yes, (total, vector, penalty, number, count), tau=0.5)
+    >>> penalty.cpu()  # sentence 2 is like sentence 1
+    tensor([[0.0000, 0.8000, 0.0000, 0.0000]])
+
 Layout: two launches.
 
     _compare   a program for each row and BLOCK kept vectors: their products with the sentence that has just ended.

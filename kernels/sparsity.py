@@ -1,5 +1,14 @@
 """Attention sparsity: the share of cached tokens with almost no attention. Twin: `minithink/ref/sparsity.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.sparsity import sparsity
+    >>> p = torch.tensor([[[0.600, 0.397, 0.003], [0.990, 0.005, 0.005]]])  # float32 [N, Hkv, S], attention weights
+    >>> valid = torch.ones(1, 2, 3, dtype=torch.bool)  # [N, Hkv, S], or [N, 1, S]
+    >>> sparsity(p, valid).cpu()  # float32 [N]: 1/3 and 2/3 of the weights are below 1 % of the head's largest
+    tensor([0.5000])
+
 Layout: one launch, a program per row with all of its heads. It goes through the row twice, BLOCK weights at a time:
 first for the largest weight of each head, then to count the weights below its share. Comparisons and counts are
 exact, and the mean is a sum of float32 numbers in float64, so the result is the twin's, bit for bit.

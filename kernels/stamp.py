@@ -1,5 +1,22 @@
 """Stamps of the tokens that are hit, and the longest times between hits. Twin: `minithink/ref/stamp.py`.
 
+To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.stamp import stamp
+    >>> hit = torch.tensor([[[[True, False, True]]]])  # [Lt, N, Ht, S]
+    >>> pos = torch.tensor([[[[0, 1, 2]]]], dtype=torch.int32)  # [Lt, N, Ht, S]
+    >>> held = torch.tensor([[[3]]], dtype=torch.int32)  # [Lt, N, Ht]
+    >>> position = torch.full((1, 1, 1, 3), 2**31 - 1, dtype=torch.int32)  # [Lt, B, Ht, E]: no entries yet
+    >>> stamps = torch.zeros(1, 1, 1, 3, dtype=torch.int32)  # [Lt, B, Ht, E], changed in place
+    >>> at = torch.tensor([0])  # [N] int64, the rows
+    >>> prompt = torch.tensor([2], dtype=torch.int32)  # [N], tokens of the prompt
+    >>> t = torch.tensor([1], dtype=torch.int32)  # [N], generated tokens
+    >>> active = torch.tensor([True])  # [N]
+    >>> stamp(hit, pos, held, (position, stamps), at, prompt, t, active)
+    >>> stamps.tolist()
+    [[[[1, 0, 1]]]]
+
 Layout: one launch, a program per lane, which goes over the lane's entries BLOCK at a time. Usually the token of
 column s is in entry s. If tokens before it were evicted since, a binary search finds the entries of the block. They
 are in or behind the block, so no entry is read that an earlier block has written.

@@ -1,5 +1,32 @@
 """Select the tokens that go when segments shrink, by K-means over keys in pages. Twin: `minithink/ref/survivors.py`.
 
+To use it alone, copy this file, `kmeans.py`, `_common.py`, `_formats.py`, `_layout.py`, `_planes.py` and
+`_rotation.py`. With the GPU as torch's default device:
+
+    >>> from types import SimpleNamespace as Part
+    >>> import torch
+    >>> from minithink.kernels.survivors import survivors
+    >>> pool = torch.zeros(1, 1, 16, 2, 16)  # a page of 16 slots, each a key and a value with D = 16 numbers
+    >>> pool[0, 0, :6, 0, 0] = torch.tensor([0.0, 1, 2, 7, 8, 9])  # the keys of six tokens
+    >>> place = torch.arange(7, dtype=torch.int32).view(1, 1, 1, 7)  # [Lt, B, Ht, S + 1]: page · 16 + slot
+    >>> plain = Part(name="fp32", bits=32, group=0, by="channel", param_bytes=0, tensor_scaled=False)
+    >>> layout = Part(k=plain, v=plain, slots=16, k_codes=64, k_side=0)
+    >>> none = torch.zeros(1, 1, 0, dtype=torch.uint8)  # there are no scales
+    >>> memory = {"pool": pool.view(torch.uint8).flatten(2), "side": none, "group_params": none}
+    >>> pages = Part(layouts=[layout], scale=torch.ones(1, 2, 1, 1), **memory)
+    >>> shape = Part(rows=1, kv_heads=1, query_heads=1, head_dim=16, scope="head", tables=(1, 1, 1), sharing=1)
+    >>> table = Part(stride=16, format=torch.zeros(1, dtype=torch.uint8))
+    >>> slots = Part(home=[0], group_of=torch.zeros(1, 0, dtype=torch.int32), table=table)
+    >>> lists = Part(place=place, columns_read=6)
+    >>> ring = torch.zeros(1, 1, 1, 0, 2, 16)  # [L, B, Hkv, R, 2, D]: no token waits to be quantized
+    >>> store = Part(shape=shape, lists=lists, slots=slots, pages=pages, dtype=pool.dtype, ring=ring)
+    >>> read = Part(store=store, numbers=torch.tensor([0]))  # int64 [N], the rows
+    >>> first = torch.tensor([[[[0]]]], dtype=torch.int32)  # [Lt, N, Ht, G]: one segment
+    >>> size = torch.tensor([[[[6]]]], dtype=torch.int32)  # [Lt, N, Ht, G]
+    >>> goal = torch.tensor([[2]], dtype=torch.int32)  # [N, G]
+    >>> survivors(read, first, size, goal, longest=6).tolist()  # the tokens that go
+    [[[[True, False, True, True, False, True]]]]
+
 Layout: the device makes two lists of the segments that shrink, with a program per unit. Narrow segments have at most
 NARROW tokens, all others are wide. Each list and each format of thoughts then has a launch of its own, a branch of
 the captured graph. Programs take segments of their format from their list in turn. Tokens in the ring, the newest,

@@ -1,5 +1,15 @@
 """SwiGLU's elementwise half: silu(gate) · up in one pass. Twin: `minithink/ref/swiglu.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.swiglu import swiglu
+    >>> gate_up = torch.randn(5, 2 * 64)  # [N, 2·F], any float dtype
+    >>> out = swiglu(gate_up)  # [N, F] in the same dtype
+    >>> gate, up = gate_up.chunk(2, dim=1)
+    >>> torch.allclose(out, torch.nn.functional.silu(gate) * up, atol=1e-5)
+    True
+
 Bound: memory. Two numbers are read and one is written for each output, with a handful of operations.
 """
 

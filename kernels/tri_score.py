@@ -1,9 +1,34 @@
 """TriAttention's scores of keys in pages, without a dense copy of the keys. Twin: `minithink/ref/tri_score.py`.
 
-    _scores     a program takes BLOCK_T columns of one lane: it reads each candidate's key once, from its page or from
-                the ring, and writes the score S_h for each of the g query heads. Each format has its own launch,
-                which leaves out the tokens of other formats
-    _best       a program takes a lane: mean and deviation of each head's scores, then the largest z-score
+To use it alone, copy this file, `_common.py`, `_formats.py`, `_layout.py`, `_parts.py`, `_planes.py` and
+`_rotation.py`. With the GPU as torch's default device:
+
+    >>> from types import SimpleNamespace as Part
+    >>> import torch
+    >>> from minithink.kernels.tri_score import tri_score
+    >>> pool = torch.randn(2, 1, 16, 2, 64)  # 2 pages of 16 slots, each a key and a value with D = 64 numbers
+    >>> place = torch.randperm(32).int().view(1, 1, 1, 32)  # [Lt, B, Ht, S + 1]: page · 16 + slot of 31 tokens
+    >>> count = torch.full((1, 1, 1), 31, dtype=torch.int32)  # [Lt, B, Ht]
+    >>> plain = Part(name="fp32", bits=32, group=0, by="channel", param_bytes=0, tensor_scaled=False)
+    >>> layout = Part(k=plain, v=plain, slots=16, k_codes=256, k_side=0)
+    >>> none = torch.zeros(2, 1, 0, dtype=torch.uint8)  # there are no scales
+    >>> memory = {"pool": pool.view(torch.uint8).flatten(2), "side": none, "group_params": none}
+    >>> pages = Part(layouts=[layout], scale=torch.ones(1, 2, 1, 1), **memory)
+    >>> shape = Part(rows=1, kv_heads=1, query_heads=1, head_dim=64, scope="head", tables=(1, 1, 1), sharing=1)
+    >>> table = Part(stride=16, format=torch.zeros(2, dtype=torch.uint8))
+    >>> slots = Part(used=[0], group_of=torch.zeros(2, 0, dtype=torch.int32), table=table)
+    >>> lists = Part(place=place, count=count)
+    >>> ring = torch.zeros(1, 1, 1, 0, 2, 64)  # [L, B, Hkv, R, 2, D]: no token waits to be quantized
+    >>> store = Part(shape=shape, lists=lists, slots=slots, pages=pages, dtype=pool.dtype, ring=ring)
+    >>> query = torch.randn(1, 1, 64)  # float32 [N, Hq, D]
+    >>> weight = torch.zeros(1, 32)  # float32 [Hq, D/2]: the lengths of the bands do not count
+    >>> candidates = torch.ones(1, 1, 31, dtype=torch.bool)  # [N, Ht, S]
+    >>> read = Part(store=store, numbers=torch.tensor([0]))  # int64 [N], the rows
+    >>> z = tri_score(read, 0, query, weight, candidates)  # float32 [N, Hkv, S], of layer 0
+    >>> k = pool.flatten(0, 2)[place[0, 0, 0, :31].long(), 0]  # [31, D]
+    >>> score = query @ k.T
+    >>> torch.allclose(z, (score - score.mean()) / score.std(correction=0), atol=1e-4)
+    True
 
 A key's bands are pairs of channels f and f + D/2. The words of a key (`_planes.py`) are read in two halves side by
 side, so that both channels of a band stand at the same place of their halves, and |k_f|² is a sum over the halves.

@@ -1,5 +1,17 @@
 """How much the newest queries attend to each key, smoothed. Twin: `minithink/ref/window_importance.py`.
 
+To use it alone, copy this file and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.window_importance import window_importance
+    >>> q = torch.randn(1, 2, 4, 16)  # [B, Hq, W, D]: the 4 newest queries of two query heads that share a KV head
+    >>> k = torch.randn(1, 1, 50, 16)  # [B, Hkv, S, D]
+    >>> valid = torch.ones(1, 1, 50, dtype=torch.bool)  # [B, Hkv, S], or [B, 1, S]
+    >>> out = window_importance(q, k, valid, kernel_size=1)  # float32 [B, Hkv, S]
+    >>> logits = (q @ k.mT / 4).amax(1, keepdim=True)
+    >>> torch.allclose(out, logits.softmax(-1).mean(2), atol=1e-5)
+    True
+
 Layout: three launches, each a program per lane and block of keys.
 
     _logits   A[w, j], the maximum over the group; for each row of the block the maximum and the sum of e^(A − max)

@@ -1,5 +1,16 @@
 """The most that a query of the window attends to each key. Twin: `minithink/ref/window_peak.py`.
 
+To use it alone, copy this file, `window_importance.py` and `_common.py`. With the GPU as torch's default device:
+
+    >>> import torch
+    >>> from minithink.kernels.window_peak import window_peak
+    >>> q = torch.randn(1, 2, 4, 16)  # [B, Hq, W, D]: the 4 newest queries of two query heads that share a KV head
+    >>> k = torch.randn(1, 1, 50, 16)  # [B, Hkv, S, D]
+    >>> valid = torch.ones(1, 1, 50, dtype=torch.bool)  # [B, Hkv, S], or [B, 1, S]
+    >>> out = window_peak(q, k, valid)  # float32 [B, Hkv, S]
+    >>> torch.allclose(out, (q @ k.mT / 4).softmax(-1).amax((1, 2))[:, None], atol=1e-5)
+    True
+
 Layout: two launches, each a program per lane and block of keys.
 
     _logits   of `window_importance.py`, without a group: each query of each query head is a row of its own. It writes

@@ -25,7 +25,6 @@ from minithink.results.origin import ROOT
 from tests.kernels.bare import bare
 from tests.kernels.device import DEVICE
 from tests.kernels.stores import STORAGES, filled
-from tests.test_imports import imports_of, sources
 
 PAGE = (ROOT / "docs" / "engineers.md").read_text(encoding="utf-8")
 LINE = re.compile(r"row (\d): relative error ([\d.]+), (\d+) of (\d+) bytes")
@@ -159,21 +158,6 @@ def test_a_copied_kernel_gives_the_same_bits(name: str, tmp_path: Path) -> None:
         text=True,
     )
     assert done.stdout == "equal\n", done.stderr
-
-
-def test_the_files_beside_a_kernel_are_those_that_it_imports() -> None:
-    imports = imports_of({name: path.read_text(encoding="utf-8") for name, path in sources().items()})
-    rows = re.findall(r"^\| (`[a-z_`, ]+`) \| (`_[a-z_`, ]+`) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 3
-    for kernels, beside in rows:
-        for kernel in re.findall(r"`(\w+)`", kernels):
-            needed = set[str]()
-            new = {f"minithink.kernels.{kernel}"}
-            while new:
-                needed |= new
-                new = set.union(*(imports[name] for name in new)) - needed
-            names = {name.rpartition(".")[2] for name in needed} - {kernel, "kernels"}
-            assert names == set(re.findall(r"`(\w+)`", beside)), kernel
 
 
 def test_stable_names_exist() -> None:
