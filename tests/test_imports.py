@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 STDLIB = sys.stdlib_module_names
 RUNTIME = {"torch", "triton", "tiktoken", "regex", "safetensors", "huggingface_hub", "numpy", "rich", "jinja2"}
-EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy", "gguf"}
+EXTRAS = {"transformers", "tokenizers", "matplotlib", "pyarrow", "math_verify", "sympy", "gguf", "kvpress"}
 # an extra → the places that may import it
 ONLY_IN = {
     "transformers": ("minithink.hf", "minithink.bench.speed.peer"),
+    "kvpress": ("minithink.bench.speed.inside",),  # it is compared with, in an environment of its own
     "tokenizers": ("minithink.tasks.prepare",),
     "gguf": ("minithink.checkpoint.gguf_weights",),
     "pyarrow": ("minithink.evaluate.datasets",),
@@ -95,7 +96,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "vectors": (),
     "train": (),
     "models": ("evaluate",),  # `models texts` gets what `evaluate loss` reads
-    "bench": ("stream", "engine", "results.record", "evaluate"),
+    "bench": ("stream", "engine", "results.record", "evaluate", "hf"),
     "__main__": (
         "generate",
         "check",
