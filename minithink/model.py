@@ -43,7 +43,10 @@ class Attention(Protocol):
         """
 
     def tap(self, layer: int, hidden: Tensor) -> Tensor:
-        """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [T, d]."""
+        """See, and perhaps change, the residual stream after `layer` (−1: after the final norm): [T, d].
+
+        The next layer may overwrite `hidden`, and what this returns: whoever keeps one of them makes a copy.
+        """
 
 
 class Block(nn.Module):

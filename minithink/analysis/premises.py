@@ -116,7 +116,7 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
     end = len(prompt) + n
     found = sentences(engine.tokenizer.pieces(generated[:n]))
     measured = defaultdict[str, list[Tensor]](list)
-    hidden = dict[int, Tensor]()
+    states = list[Tensor]()
 
     def see(_: int, logits: Tensor, seen: Tensor) -> None:
         p = group_reduce(logits, seen, "none")  # [tokens, Hq, S]
@@ -127,7 +127,11 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
         measured["top"].append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
         measured["on"].append((total / p[end + 1 :].sum()).cpu())
 
-    read(engine.loaded, [*prompt, *generated], see, tap=hidden.__setitem__)
+    def tap(at: int, hidden: Tensor) -> None:
+        if at == layer:
+            states.append(hidden[start:end].clone())
+
+    read(engine.loaded, [*prompt, *generated], see, tap=tap)
     tokens = torch.stack(measured["sparsity"], 1)  # [n, L]
     kinds: list[str] = []
     for s in found:
@@ -141,7 +145,7 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
         torch.stack(measured["far"]),
         torch.stack(measured["top"]),
         torch.stack(measured["on"]),
-        *openings(hidden[layer][start:end].cpu(), found),
+        *openings(states[0].cpu(), found),
     )
 
 

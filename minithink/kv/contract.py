@@ -483,7 +483,7 @@ class Policy:
         Args:
             step: the rows of the step, with the tokens that are being read. Only `row`, `active`, `clock`, `prompt`,
                 `tokens`, `thinking` and `ops` may be used: this step's observations are not complete yet.
-            hidden: [B, d].
+            hidden: [B, d]. The next layer may overwrite it, and what this returns: keep a copy of either.
 
         Returns:
             [B, d].

@@ -514,7 +514,8 @@ class PlainCache:
                 steered = self.policy.steer(view, layer, own)
                 own = checks.steered(self.policy, steered, own)
             if any(d.shows(See.HIDDEN, layer) for d in now.demands):
-                running.seen.hidden[layer] = own[-1].float()
+                # a copy, because the next layer may overwrite the residual stream
+                running.seen.hidden[layer] = own[-1].to(torch.float32, copy=True)
             if layer == -1 and self.watches and not now.prompt:
                 view = self._view(running)
                 self.policy.watch(view)

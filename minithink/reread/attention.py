@@ -42,7 +42,8 @@ def read(
             float32 [n, Hkv, g, S]; seen: which of these tokens a query sees, bool [n, 1, S].
         queries: int64 [N], the positions of the queries that are shown, ascending; None: all.
         at_once: tokens of a forward pass; None: all.
-        tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm.
+        tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm. The next
+            layer may overwrite them, so whoever keeps them makes a copy.
         before_rope: called with (layer, queries before RoPE [tokens, Hq, D]), after the norm or the bias of a model
             that has one.
     """

@@ -6,6 +6,7 @@ import json
 import random
 import re
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,6 +264,24 @@ def test_a_problem_longer_than_the_context_is_refused(checkpoint, tmp_path, caps
 @pytest.mark.parametrize(("layers", "layer"), [(1, 0), (2, 0), (3, 1), (8, 5), (28, 19), (32, 21), (48, 33)])
 def test_steering_is_at_seven_tenths_of_the_depth(layers, layer):
     assert runs.layer_of(layers, None) == layer
+
+
+def test_openings_are_of_their_layer_where_the_residual_stream_is_added_to_in_place(model, prompts, monkeypatch):
+    """The kernels' `linear` takes the memory of the residual stream for its result."""
+    thoughts = model.tokenizer.encode("Alpha sits.\n\nWait.\n\nBravo sits.")
+    text = [*thoughts, model.tokenizer.think_ids[1], 7]
+    want = premises.look(model, prompts[0], text, 0, 32).opening
+    apart = model.decoder.backend.linear
+
+    def in_place(x, weight, bias=None):
+        return apart(x, weight, bias) if bias is None or bias.dim() == 1 else bias.addmm_(x, weight)
+
+    backend = replace(model.decoder.backend, linear=in_place)
+    for part in (model.decoder, *model.decoder.blocks):
+        monkeypatch.setattr(part, "backend", backend)
+    got = premises.look(model, prompts[0], text, 0, 32).opening
+    assert len(want)
+    assert_close("opening", got, want, atol=1e-5)
 
 
 def test_an_answer_without_a_thought_is_looked_at(model, prompts):

@@ -321,6 +321,26 @@ def test_a_policy_sees_the_same(scope: Scope, prompt: int) -> None:
     assert len(policies[0].saw) > 30
 
 
+def in_place(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` that takes the memory of the residual stream, as the kernels' does for many rows."""
+    if bias is None or bias.dim() == 1:
+        return REFERENCE.linear(x, weight, bias)
+    return bias.addmm_(x, weight)
+
+
+@pytest.mark.parametrize("make", [plain, paged])
+def test_hidden_states_stay_as_they_were_when_the_residual_stream_goes_on(make: Callable[..., Cache]) -> None:
+    seen = list[Tensor]()
+    decoder = decoder_of(0)
+    for backend in (REFERENCE, replace(REFERENCE, linear=in_place)):
+        policy = Curious()
+        cache = make(decoder, policy)
+        cache.join(0, TOKENS, 9)
+        feed(with_backend(decoder, backend), cache, {0: text_of(decoder.config, 9, 9)})
+        seen.append(dict(policy.saw)["hidden of 0"])
+    assert_close("hidden of 0", seen[1], seen[0], atol=1e-6)
+
+
 @dataclass
 class Scribbling(Policy):
     """Evicts the oldest tokens, and works in place on what it is shown: `word` says on what."""
