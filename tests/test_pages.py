@@ -1,4 +1,4 @@
-"""Pages name tests that exist. Alone: pytest tests/test_pages.py."""
+"""Pages name tests and files that exist. Alone: pytest tests/test_pages.py."""
 
 from __future__ import annotations
 
@@ -29,3 +29,26 @@ def test_claims_about_the_cache_name_their_tests() -> None:
     assert len(rows) > 20
     for row in rows:
         assert NAMED.search(row), row
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    """Those to other sites are not followed."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if re.match(r"https?:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            path = page.parent / file if file else page
+            assert path.exists(), f"{page.name} leads to {target}, which is missing"
+            if anchor:
+                assert anchor in anchors(path), f"{page.name} leads to {target}, which has no such heading"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found = set[str]()
+    for title in re.findall(r"^#{1,6} (.+)$", page.read_text("utf-8"), re.MULTILINE):
+        letters = re.sub(r"[^\w\- ]", "", title.lower())
+        found.add(letters.replace(" ", "-"))
+    return found
