@@ -52,3 +52,17 @@ def anchors(page: Path) -> set[str]:
         letters = re.sub(r"[^\w\- ]", "", title.lower())
         found.add(letters.replace(" ", "-"))
     return found
+
+
+def test_numbers_of_the_readmes_findings_stand_on_the_pages_that_they_link() -> None:
+    """A finding is a paragraph or an item of the section, which links the page that shows it."""
+    section = (ROOT / "README.md").read_text("utf-8").partition("## What was found\n")[2].partition("\n## ")[0]
+    findings = re.split(r"\n(?=\* |\n)", section)
+    items = [finding for finding in findings if finding.startswith("* ")]
+    assert 1 <= len(items) <= 5
+    for finding in findings:
+        pages = re.findall(r"\]\((\S+?\.md)(?:#\S+)?\)", finding)
+        assert pages or finding not in items, f"no page shows this: {finding}"
+        shown = "\n".join((ROOT / page).read_text("utf-8") for page in pages)
+        for number in re.findall(r"\d+\.\d+|\d+ of \d+", finding):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", shown), f"{number} is not on {pages}"

@@ -10,7 +10,8 @@ needed-NAME; if it names a policy to compare with, overall-NAME, of all families
 models has more (`answers/transfer.py`). A column is a heading, a
 field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
 share (`tables/markdown.py`). A heading that ends in ? is left out where all of its cells are empty. The tables of
-docs/fidelity.md are lines that `fidelity/lines.py` writes, and show no result.
+docs/fidelity.md are lines that `fidelity/lines.py` writes, and show no result; so is the README's table of policies,
+which `tables/policies.py` writes.
 
 A row is marked with † if the code or the defaults of its policy have changed since it was measured. Marks are of the
 day on which `bench tables` ran. --check leaves them out on both sides: whoever changes a policy would otherwise have
@@ -32,6 +33,7 @@ from minithink.bench.answers import overall, pool, sweep, transfer
 from minithink.bench.fidelity import lines as fidelity
 from minithink.bench.methods import Column, Result, Row, Table, collected
 from minithink.bench.speed import compare
+from minithink.bench.tables import policies
 from minithink.bench.tables.markdown import FORMAT, cell, markdown, source_of_rows, values_of
 from minithink.bench.tables.markdown import source as source_of
 from minithink.cli.commands import location
@@ -280,5 +282,6 @@ TABLES: dict[str, Table] = (
     | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
     | {name: entry.table for name, entry in transfer.ENTRIES.items()}
     | fidelity.TABLES
+    | policies.TABLES
     | collected("TABLES")  # a method may show its sweep in its own way
 )

@@ -334,11 +334,14 @@ def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytes
         collected("TABLES")
 
 
-def test_the_readmes_figures_stand_in_its_tables() -> None:
-    """Ratios that its sentences repeat."""
-    parts = re.split(r"<!-- (?:table:\S+|end) -->", (origin.ROOT / "README.md").read_text("utf-8"))
-    said, shown = ("\n".join(parts[i::2]) for i in (0, 1))
-    ratios = re.findall(r"(\d+\.\d+) ×", said)
-    assert len(ratios) >= 4
-    for ratio in ratios:
-        assert f"{ratio} ×" in shown, ratio
+def test_speeds_that_sentences_repeat_stand_in_a_table() -> None:
+    """Ratios in the README and in docs/speed.md, which has the tables."""
+    readme = (origin.ROOT / "README.md").read_text("utf-8")
+    parts = re.split(r"<!-- (?:table:\S+|end) -->", (origin.ROOT / "docs" / "speed.md").read_text("utf-8"))
+    said = "\n".join([readme, *parts[::2]])
+    shown = "\n".join(parts[1::2])
+    for text in (readme, said):
+        ratios = re.findall(r"(\d+\.\d+) ×", text)
+        assert len(ratios) >= 4
+        for ratio in ratios:
+            assert f"{ratio} ×" in shown, ratio
