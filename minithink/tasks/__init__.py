@@ -9,10 +9,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from minithink.errors import MinithinkError, UsageError, alternatives, quoted
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted, reason
 from minithink.tasks.answers import boxed as boxed
 
 SPLITS = ("validation", "test")
@@ -53,7 +54,7 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
 
     Raises:
         UsageError: there is no such family, or no such split.
-        MinithinkError: there is no file for this family and split.
+        MinithinkError: there is no file for this family and split, or it is damaged.
     """
     if split not in SPLITS:
         raise UsageError(f"The split {quoted(split)} does not exist; {alternatives(split, SPLITS)}.")
@@ -62,8 +63,11 @@ def load_problems(split: str, family: str = "facts") -> list[Problem]:
     path = DATA / f"{family}-{split}.jsonl.gz"
     if not path.is_file():
         raise MinithinkError(f"{path} is missing: the package was installed without its data.")
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        return [Problem(**json.loads(line)) for line in lines]
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            return [Problem(**json.loads(line)) for line in lines]
+    except (OSError, EOFError, zlib.error, ValueError, TypeError) as error:
+        raise MinithinkError(f"{path} is damaged ({reason(error)}): install the package again.") from None
 
 
 def holds_question(text: str) -> bool:

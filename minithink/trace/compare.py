@@ -18,7 +18,7 @@ from minithink.cli.models import add_model_arguments, model_name, model_options,
 from minithink.cli.prompts import nonsense_expected
 from minithink.cli.terminal import counter
 from minithink.engine import Engine, load
-from minithink.errors import NON_FINITE, UsageError, counted, escaped, quoted
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped, quoted
 from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
 from minithink.evaluate.grading import NONE, Graded, grade
 from minithink.kv.byte_size import ByteSize
@@ -125,6 +125,11 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         for entry in entries:
             path = Path(folder, f"{len(columns)}.trace")
             column, result = _column(engine, entry, problem, path, about, limit=limit, args=args)
+            if not columns and result.finish_reason == NON_FINITE:
+                raise MinithinkError(
+                    f"The full cache broke off after {counted(result.generated_tokens, 'token')}, because the logits "
+                    "were not finite, so there is nothing to compare with: `python -m minithink.generate` says why."
+                )
             if limit is None:
                 limit = limit_of(result)
             columns.append(column)
@@ -252,7 +257,7 @@ def limit_of(full: Result) -> int:
 def outcome_of(result: Result, problem: Example) -> Outcome:
     """What became of a text."""
     graded = grade(result.answer, problem.answer, problem.grader)
-    if result.finish_reason == NON_FINITE:
+    if result.finish_reason == NON_FINITE and graded.right is not None:
         graded = Graded(None, False)
     tokens = counted(result.generated_tokens, "token")
     ended = ""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from minithink import tasks
 from minithink.engine import TINY
-from minithink.errors import UsageError
+from minithink.errors import MinithinkError, UsageError
 from minithink.tasks import BINS, DATA, SPLITS, boxed, grade, load_problems, prepare
 from minithink.tasks.writing import MODULUS, NAMES
 from minithink.text.tokenizer import Tokenizer
@@ -90,6 +91,14 @@ def test_the_splits_are_the_committed_ones():
     assert sorted(sums) == sorted(f"{family}-{split}.jsonl" for family in prepare.FAMILIES for split in SPLITS)
     for name, expected in sums.items():
         assert hashlib.sha256(gzip.decompress((DATA / f"{name}.gz").read_bytes())).hexdigest() == expected
+
+
+@pytest.mark.parametrize("whole", [b"no gzip", gzip.compress(b'{"id": 3}'), gzip.compress(b"{" * 99)[:-9]])
+def test_damaged_problems_are_refused(tmp_path, monkeypatch, whole):
+    (tmp_path / "facts-test.jsonl.gz").write_bytes(whole)
+    monkeypatch.setattr(tasks, "DATA", tmp_path)
+    with pytest.raises(MinithinkError, match=r"facts-test.jsonl.gz is damaged \(.+\): install the package again"):
+        load_problems("test")
 
 
 @pytest.mark.parametrize("family", prepare.FAMILIES)

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,7 @@ def test_outcomes() -> None:
     question = Example("", "6 * 7?", "", "none")
     outcome = compare.outcome_of(result(r"\boxed{42}"), question)
     assert (outcome.word, outcome.found) == ("not graded", "42")
+    assert compare.outcome_of(result("Hm", NON_FINITE), question).word == "not graded"
 
 
 def test_texts_may_be_twice_as_long_as_the_full_cache_s() -> None:
@@ -163,6 +165,22 @@ def test_compare_writes_a_page(checkpoint: Path, tmp_path: Path, capsys: Capture
     assert sorted(tmp_path.joinpath("new").iterdir()) == [page], "nothing lies beside it"
     assert main(argv) == 0, "a page may be replaced"
     assert capsys.readouterr().out == said.out
+
+
+def test_a_full_cache_that_breaks_off_is_said(
+    checkpoint: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = compare._column
+
+    def column(*given: Any, **options: Any) -> Any:
+        found, got = own(*given, **options)
+        return found, replace(got, finish_reason=NON_FINITE, generated_tokens=0)
+
+    monkeypatch.setattr(compare, "_column", column)
+    page = tmp_path / "page.html"
+    assert main(options(checkpoint, page, "--prompt", "alpha bravo")) == 1
+    assert "The full cache broke off after 0 tokens" in capsys.readouterr().err
+    assert not page.exists()
 
 
 def test_all_columns_have_the_same_draws(checkpoint: Path, tmp_path: Path, capsys: Capture) -> None:
