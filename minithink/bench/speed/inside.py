@@ -16,6 +16,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "by": "minithink" if presses is None else f"kvpress {presses.version}",
     }
     name = f"hf-{args.device}" if presses is None else f"hf-kvpress-{args.device}"
+    path = record.output(args, name)
     peer = Peer.from_folder(args.model, torch.device(args.device), getattr(torch, args.dtype))
-    return record.collect(record.output(args, name), result, measurements(args, peer, names, presses), line)
+    return record.collect(path, result, measurements(args, peer, names, presses), line)
 
 
 def _texts(args: argparse.Namespace) -> tuple[str, ...]:
@@ -123,7 +125,7 @@ def _presses(names: Sequence[str]) -> _Presses:
     for name in names:
         if name not in known:
             raise MinithinkError(f"kvpress has no {quoted(name)}; {alternatives(name, known)}.")
-    return _Presses(module, importlib.import_module("importlib.metadata").version("kvpress"))
+    return _Presses(module, metadata.version("kvpress"))
 
 
 def measurements(

@@ -54,11 +54,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if program is None:
         raise MinithinkError("bench sanitize needs NVIDIA's compute-sanitizer, which is not on the PATH.")
     path = record.output(args, DEFAULT)
+    parts = in_parts(collect(args.tests))
     jobs = []
     for tool in args.tools:
         watches_torch = args.torch or tool == "initcheck"
         words = [program, *([] if watches_torch else ["--kernel-name-exclude", f"kns={TORCH}"])]
-        jobs += [(words, tool, part) for part in in_parts(collect(args.tests))]
+        jobs += [(words, tool, part) for part in parts]
     result = record.new(DEFAULT, list(argv), "cuda")
     result["settings"] = {"tests": args.tests, "profile": "sanitize", "torch": args.torch}
 
