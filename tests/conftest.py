@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         return
-    interrupted = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    interrupted = record.is_interrupted(terminalreporter, exitstatus)
     if PROFILE == "nightly":
         examples = "1000 a property, drawn anew (tests that set their own number keep it)"
         record.write("nightly", terminalreporter, examples, interrupted)

@@ -13,6 +13,8 @@ import time
 from collections import Counter
 from typing import Any
 
+import pytest
+
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 FAILURES = ("failed", "error")
 
@@ -43,6 +45,13 @@ def write(name: str, reporter: Any, examples: str, interrupted: bool = False) ->
     result["measurements"] = [files[file] for file in sorted(files)]
     result["complete"] = not interrupted and not any(p.get("interrupted") for p in result.get("parts", ()))
     record.write(path, result)
+
+
+def is_interrupted(reporter: Any, exitstatus: int) -> bool:
+    """Whether a run ended before its last test: by hand, at an error, or at a failure (`-x`, `--maxfail`)."""
+    session = reporter._session
+    stopped = bool(session.shouldfail or session.shouldstop)
+    return stopped or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
 
 
 def command_of(name: str, words: Any) -> str:

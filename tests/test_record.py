@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +87,40 @@ def test_an_interrupted_part_leaves_the_record_incomplete(tmp_path: Any, monkeyp
     assert result_files.read(tmp_path / "gpu-tests.json")["complete"]
     record.write("nightly", reporter(tmp_path, ["tests"], STATS), "1000", interrupted=True)  # it has no parts
     assert not result_files.read(tmp_path / "nightly.json")["complete"]
+
+
+HOOK = """
+from tests import record
+
+def pytest_terminal_summary(terminalreporter, exitstatus):
+    print("interrupted:", record.is_interrupted(terminalreporter, exitstatus))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "second", "interrupted"),
+    [
+        ([], "pass", False),
+        ([], "assert False", False),
+        (["-x"], "pass", False),
+        (["-x"], "assert False", True),
+        (["--maxfail", "1"], "assert False", True),
+        ([], "raise KeyboardInterrupt", True),
+    ],
+)
+def test_a_run_that_stops_at_a_failure_is_interrupted(
+    tmp_path: Path, words: list[str], second: str, interrupted: bool
+) -> None:
+    (tmp_path / "conftest.py").write_text(HOOK)
+    tests = f"def test_one(): pass\ndef test_two(): {second}\ndef test_three(): pass\n"
+    (tmp_path / "test_some.py").write_text(tests)
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *words, "test_some.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"interrupted: {interrupted}" in ran.stdout, ran.stdout + ran.stderr

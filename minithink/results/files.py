@@ -4,6 +4,7 @@ a time; folders that are there only when they are whole; JSON that people read."
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -84,6 +85,25 @@ def replace(path: Path, content: str | bytes) -> None:
     except OSError:
         _remove(temporary)
         raise
+
+
+def check_place(path: Path) -> None:
+    """Ask whether `replace` could write a file there, before the work that makes its content. Nothing is written.
+
+    Raises:
+        OSError: it could not.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():  # such as /dev/stdout
+        return
+    folder = path.resolve().parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
 
 @contextlib.contextmanager

@@ -7,22 +7,31 @@ import webbrowser
 from pathlib import Path
 
 from minithink.errors import escaped, unwritable
-from minithink.results.files import replace
+from minithink.results import files
 from minithink.trace.format import PAGE, refuse_others
 
 BEGINNING = 4096  # bytes of a file in which a page has its title
 
 
 def check_place(path: Path) -> None:
-    """MinithinkError: the path is a folder, or a file that is no page of a trace and would be lost."""
+    """Refuse a place where no page can be written, before the work that makes the page.
+
+    Raises:
+        MinithinkError: the path is a folder, a file that is no page of a trace and would be lost, or lies where
+            nothing can be written.
+    """
     refuse_others(path, BEGINNING, lambda begins: PAGE in begins, "page of a trace", "--output")
+    try:
+        files.check_place(path)
+    except OSError as error:
+        raise unwritable("The page of a trace", path, error, "--output") from None
 
 
 def write(path: Path, content: str) -> None:
     """Write a page, whole or not at all. MinithinkError: it cannot be written, or something else is there."""
     check_place(path)
     try:
-        replace(path, content)
+        files.replace(path, content)
     except OSError as error:
         raise unwritable("The page of a trace", path, error, "--output") from None
 

@@ -232,6 +232,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
     for argv, code, said in [
         (["--output", other], 1, "there is a file that is no page of a trace; delete it, or give another --output"),
         (["--output", tmp_path], 1, "The page of a trace cannot be written to"),
+        (["--output", other / "page.html"], 1, "page.html: Not a directory; give another --output"),
         (["--policies", "full"], 2, "names full alone"),
         (["--budget", "none"], 2, "argument --budget: 'none' is no whole number"),
         (["--index", "-1"], 2, "argument --index: '-1' is no whole number of at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 
@@ -24,6 +25,20 @@ def test_a_page_replaces_only_a_page(tmp_path: Path) -> None:
     assert path.read_text() == "mine"
     with pytest.raises(MinithinkError, match="The page of a trace cannot be written to"):
         page_file.write(tmp_path / "new" / "page.html" / "below", PAGE)
+
+
+def test_a_place_is_refused_before_a_page_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking writes nothing, not even a folder."""
+    new = tmp_path / "new" / "folder" / "page.html"
+    page_file.check_place(new)
+    page_file.check_place(Path("/dev/null"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(MinithinkError, match=r"page\.html: Not a directory; give another --output"):
+        page_file.check_place(tmp_path / "file" / "below" / "page.html")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    with pytest.raises(MinithinkError, match=r"page\.html: Permission denied; give another --output"):
+        page_file.check_place(new)
 
 
 def test_without_a_browser_the_page_is_named(

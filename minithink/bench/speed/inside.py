@@ -27,7 +27,7 @@ from minithink.bench.speed.clock import Deadline, in_turns, timed, wait
 from minithink.bench.speed.peer import Peer
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.cli.commands import location, positive
-from minithink.errors import MinithinkError, alternatives, quoted
+from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.policies import load as load_policy
 from minithink.results import record
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="policies (default: full, keydiff, knorm, rkv, thinkv)",
     )
     add("--pages", action="store_true", help="measure each policy in pages, too")
-    add("--presses", nargs="+", metavar="PRESS", help="scorers of kvpress instead, such as KeyDiffPress")
+    add("--presses", nargs="+", metavar="PRESS", help="scorers of kvpress instead of policies, such as KeyDiffPress")
     add("--budget", type=positive, default=512, metavar="N", help="tokens that are kept (default: 512)")
     add("--interval", type=positive, default=128, metavar="N", help="tokens between two evictions (default: 128)")
     add("--batch", nargs="+", type=positive, default=[1, 8], metavar="N", help="sequences (default: 1 8)")
@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write after every line, print."""
+    if args.presses is not None and (args.policies is not None or args.pages):
+        other = "--policies" if args.policies is not None else "--pages"
+        raise UsageError(
+            f"--presses measures kvpress, and {other} policies of minithink, which need a newer transformers: "
+            f"measure them in two runs, the one with --presses without {other}."
+        )
     names = _texts(args) if args.presses is None else tuple(args.presses)
     presses = None if args.presses is None else _presses(args.presses)
     result = record.new("hf", argv, args.device)

@@ -109,6 +109,16 @@ def test_what_kvpress_lacks_is_said(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert "needs kvpress, which is not installed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [("--policies", "rkv:budget=28"), ("--pages",)], ids=" ".join)
+def test_presses_and_policies_are_measured_in_two_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: tuple[str, ...]
+) -> None:
+    fake = SimpleNamespace(KnormPress=None, DecodingPress=None)
+    monkeypatch.setitem(sys.modules, "kvpress", fake)
+    assert main(["hf", "--model", str(folder), "--presses", "KnormPress", *words]) == 2
+    assert f"without {words[0]}.\n" in capsys.readouterr().err
+
+
 def test_a_ratio_is_of_turns_that_ran_side_by_side() -> None:
     row = inside.summary("x", 4, 100, [(1.0, 7), (2.0, 9), (8.0, 8)], [(2.0, None), (3.0, None), (4.0, None)])
     assert row["ratios"] == [2.0, 1.5, 0.5]
