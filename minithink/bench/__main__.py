@@ -25,6 +25,7 @@ COMMANDS = {
     "sweep": "answers.sweep",
     "differences": "answers.differences",
     "transfer": "answers.transfer",
+    "front": "answers.front",
     "reproduce": "answers.reproduce",
     "compile": "speed.compile",
     "tables": "tables.pages",

@@ -7,7 +7,7 @@ A document says where a table belongs, and everything between the two lines is r
 
 `bench/methods` lists the tables. A sweep has the table sweep-NAME; if it measures needs, also the table
 needed-NAME; if it names a policy to compare with, overall-NAME, of all families together. A comparison on several
-models has more (`answers/transfer.py`). A column is a heading, a
+models has more (`answers/transfer.py`, `answers/front.py`). A column is a heading, a
 field and a format. The field is a dotted path in a measurement. The format is one of `str.format`, or us, pct, mib,
 share (`tables/markdown.py`). A heading that ends in ? is left out where all of its cells are empty. The tables of
 docs/fidelity.md are lines that `fidelity/lines.py` writes, and show no result; so is the README's table of policies,
@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minithink.bench.answers import overall, pool, sweep, transfer
+from minithink.bench.answers import front, overall, pool, sweep, transfer
 from minithink.bench.fidelity import lines as fidelity
 from minithink.bench.methods import Column, Result, Row, Table, collected
 from minithink.bench.speed import compare
@@ -106,11 +106,13 @@ class Source:
         self.marked = marked
         self._runs: list[pool.Run] | None = None
         self._sweeps: dict[str, Result] = {}
+        self._transfers: dict[Any, Result] = {}  # by the function that makes them, which several tables may share
 
     def of_table(self, name: str) -> list[tuple[Path, Result]]:
         """The file of a table's result, and the result; several if the table shows several."""
-        if name in transfer.ENTRIES:
-            return [(self.folder / pool.FILE, self.of_transfer(transfer.ENTRIES[name]))]
+        entry = transfer.ENTRIES.get(name) or front.ENTRIES.get(name)
+        if entry is not None:
+            return [(self.folder / pool.FILE, self.of_transfer(entry))]
         comparison = OF_SWEEP.fullmatch(name)
         if comparison is not None:
             return [(self.folder / pool.FILE, self.of_sweep(comparison[1]))]
@@ -129,7 +131,10 @@ class Source:
 
     def of_transfer(self, entry: transfer.Entry) -> Result:
         """A comparison's runs on several models."""
-        return entry.result(transfer.Source(entry.one, self.folder, runs=self.runs(), marked=self.marked))
+        if entry.result not in self._transfers:
+            one = transfer.Source(entry.one, self.folder, runs=self.runs(), marked=self.marked)
+            self._transfers[entry.result] = entry.result(one)
+        return self._transfers[entry.result]
 
     def runs(self) -> list[pool.Run]:
         """The pool, which is read once."""
@@ -280,7 +285,7 @@ TABLES: dict[str, Table] = (
     {f"sweep-{name}": sweep.TABLE for name, one in sweep.SWEEPS.items() if not one.losses}
     | {f"needed-{name}": sweep.NEEDED for name, one in sweep.SWEEPS.items() if one.needed}
     | {f"overall-{name}": overall.TABLE for name, one in sweep.SWEEPS.items() if one.beside}
-    | {name: entry.table for name, entry in transfer.ENTRIES.items()}
+    | {name: entry.table for name, entry in (transfer.ENTRIES | front.ENTRIES).items()}
     | fidelity.TABLES
     | policies.TABLES
     | collected("TABLES")  # a method may show its sweep in its own way
