@@ -346,7 +346,7 @@ def compare(
             keeps, lacks = (one, other) if odd[0] in mine else (other, one)
             raise Fault(
                 f"at {said_of(step)}, {name_of(a, lane)}: the token at position {odd[0]} is held {keeps} and not "
-                f"{lacks} ({len(odd):,} tokens differ); {hint}"
+                f"{lacks} ({len(odd):,} {'token differs' if len(odd) == 1 else 'tokens differ'}); {hint}"
             )
         if bits and not torch.equal(a.logits, b.logits):
             gap = float((a.logits - b.logits).abs().max())

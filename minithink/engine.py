@@ -635,7 +635,7 @@ class Engine:
         if length >= context:
             raise UsageError(
                 f"Prompt {index} has {length:,} tokens and the context holds {context:,}, of which one must be left "
-                f"to generate: shorten it by {length - context + 1:,} tokens."
+                f"to generate: shorten it by {counted(length - context + 1, 'token')}."
             )
         room = context - length
         if wanted is None or wanted > room:
@@ -736,8 +736,8 @@ def check_text(name: str, tokens: int, prompt_tokens: int, context: int) -> None
     """UsageError: so many tokens of a text leave none to foretell, or are more than the context holds."""
     if tokens <= prompt_tokens:
         raise UsageError(
-            f"{name} has {tokens:,} tokens, of which the first {prompt_tokens:,} are the prompt: give a longer text, "
-            "or a shorter prompt."
+            f"{name} has {counted(tokens, 'token')}, of which the first {prompt_tokens:,} are the prompt: give a "
+            "longer text, or a shorter prompt."
         )
     if tokens > context:
         raise UsageError(f"{name} has {tokens:,} tokens and the context holds {context:,}: shorten it.")
@@ -815,7 +815,7 @@ def check_count(prompts: int, samples: int) -> None:
     """UsageError: so many samples of so many prompts are more than MAX_SEQUENCES."""
     if prompts * samples > MAX_SEQUENCES:
         raise UsageError(
-            f"{samples:,} samples of {counted(prompts, 'prompt')} are more sequences than "
+            f"{counted(samples, 'sample')} of {counted(prompts, 'prompt')} are more sequences than "
             f"the {MAX_SEQUENCES:,} of one run: ask for {counted(max(1, MAX_SEQUENCES // prompts), 'sample')}."
         )
 
@@ -824,7 +824,7 @@ def _refuse_without_policy(budget: int | str | None, schedule: str | None) -> No
     """UsageError: a budget or a schedule is given, which belongs to a policy."""
     if budget is not None:
         option = "budget"
-        given = f"of {budget}" if isinstance(budget, str) else f"of {budget} tokens"
+        given = f"of {budget}" if isinstance(budget, str) else f"of {counted(budget, 'token')}"
     elif schedule is not None:
         option = "schedule"
         given = schedule

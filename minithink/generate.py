@@ -38,7 +38,7 @@ from minithink.cli.models import add_model_arguments, model_name, model_options,
 from minithink.cli.process import INTERRUPTED
 from minithink.cli.prompts import Task, embedded_problem, nonsense_expected, read_prompts, standard_input
 from minithink.cli.terminal import Screen, counter, until_interrupted
-from minithink.errors import NON_FINITE, UsageError, escaped, quoted
+from minithink.errors import NON_FINITE, UsageError, counted, escaped, quoted
 from minithink.text.looped import looped
 
 if TYPE_CHECKING:  # torch is imported late, so that --help and --version are quick
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         if recorder is not None:
             recorder.close()
             _say(
-                f"traced {recorder.steps:,} steps in {args.trace}, {recorder.size:,} bytes; recording took "
+                f"traced {counted(recorder.steps, 'step')} in {args.trace}, {recorder.size:,} bytes; recording took "
                 f"{recorder.seconds:.2f} of {time.perf_counter() - begin:.2f} s. To look at it: "
                 f"python -m minithink.trace view {args.trace}"
             )
@@ -149,8 +149,8 @@ def _warn_of_eviction(args: argparse.Namespace, stream: Stream) -> None:
     longest = max(len(sequence.prompt) for sequence in stream.sequences)
     if least is not None and least < longest:
         _say(
-            f"the prompt has {longest:,} tokens, and {args.policy} keeps {least:,}: parts of the question may be "
-            "evicted; give a larger budget, or protect_prompt=true."
+            f"the prompt has {counted(longest, 'token')}, and {args.policy} keeps {least:,}: parts of the question "
+            "may be evicted; give a larger budget, or protect_prompt=true."
         )
 
 
@@ -301,8 +301,9 @@ def summary(results: list[Result], seconds: float) -> str:
     beside = f"; {free / 2**20:,.2f} MiB more are free slots in its pages" if free else ""
     against = f", {held / full:.1%} of a full cache's {full / 2**20:,.1f} MiB ({parts} MiB)" if held != full else ""
     reasons = ", ".join(sorted({r.finish_reason for r in results})) or "interrupted"
+    prompts = counted(sum(r.prompt_tokens for r in results), "prompt token")
     return (
-        f"{sum(r.prompt_tokens for r in results):,} prompt tokens, {tokens:,} generated ({thought:,} thinking) in "
+        f"{prompts}, {tokens:,} generated ({thought:,} thinking) in "
         f"{seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s; "
         f"KV cache {held:,} bytes ({held / 2**20:,.1f} MiB) held{when}{against}{beside}; {reasons}"
         f"{_hint_at_loops(results)}"
@@ -315,8 +316,9 @@ def _hint_at_loops(results: list[Result]) -> str:
     loops = sum(looped(r.token_ids) for r in cut_off)
     if not loops:
         return ""
-    who = "the text repeats" if len(results) == 1 else f"{loops} of {len(results)} texts repeat"
-    return f"; at the end {who} the same again and again: more tokens do not help, --stop-loops ends it"
+    who = "the text" if len(results) == 1 else f"{loops} of {len(results)} texts"
+    verb = "repeats" if loops == 1 else "repeat"
+    return f"; at the end {who} {verb} the same again and again: more tokens do not help, --stop-loops ends it"
 
 
 def _show_live(screen: Screen, stream: Stream) -> None:
@@ -371,7 +373,7 @@ def _what_was_right(result: Result, answer: str | None) -> str:
     if result.finish_reason == "stop":
         return f"the answer is {answer}"
     where = "within its" if result.answer else "before an"
-    return f"cut off after {result.generated_tokens:,} tokens, {where} answer (it is {answer})"
+    return f"cut off after {counted(result.generated_tokens, 'token')}, {where} answer (it is {answer})"
 
 
 def _converse(engine: Engine, args: argparse.Namespace, tasks: list[Task]) -> int:

@@ -316,7 +316,7 @@ def test_no_gradients_and_the_public_names(checkpoint: Path, engine: Engine) -> 
         ([[]], {}, "empty"),
         ([[1, 999]], {}, "999"),
         ([[9] * (CONTEXT + 4)], {}, "shorten it by 5 tokens"),
-        ([[9] * CONTEXT], {}, "shorten it by 1 tokens"),
+        ([[9] * CONTEXT], {}, "shorten it by 1 token\\."),
         ("x", {"max_new_tokens": 0}, "max_new_tokens is 0"),
         ("x", {"num_samples": 0}, "num_samples is 0"),
         ("x", {"batch_size": -1}, "batch_size is -1"),

@@ -151,7 +151,7 @@ def summary(m: Mapping[str, Any]) -> list[str]:
     """The findings, in lines."""
     right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     return [
-        f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens",
+        f"{counted(m['prompts'], 'prompt')}, {right}, {counted(m['tokens'], 'token')}",
         "concentration R by layer, median of all bands: " + " ".join(f"{x:.2f}" for x in m["median"]),
         "of the strongest band of each head: " + " ".join(f"{x:.2f}" for x in m["median_of_strongest"]),
         f"R is above {CLOSE} in {m['close']:.1%} of the bands, and in {m['close_of_strongest']:.1%} of the strongest",

@@ -108,11 +108,11 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
     theta = ", ".join(f"{x:.4g}" for x in result["thresholds"])
     yield f"L* = {', '.join(map(str, result['layers']))}; thresholds {theta}; chosen by: {result['chosen']}"
     right = "not graded" if m["right"] is None else f"{m['right']:.0%} right"
-    yield f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens"
+    yield f"{counted(m['prompts'], 'prompt')}, {right}, {counted(m['tokens'], 'token')}"
     yield f"|T| modes in L* for {m['share']:.0%} of the prompts"
     for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
         if of is not None:
-            yield f"{of['agree']:.0%} of {of['segments']} segments agree with {what} (κ {of['kappa']:.2f})"
+            yield f"{of['agree']:.0%} of {counted(of['segments'], 'segment')} agree with {what} (κ {of['kappa']:.2f})"
     for n, shares in m["share_by_rows"].items():
         yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
         noise = m["share_of_noise"][n]

@@ -236,7 +236,7 @@ def summary(about: Mapping[str, Any]) -> list[str]:
     m = about["measurements"]
     right = "not graded" if m["right"] is None else f"{m['right']} answered rightly"
     said = [
-        f"{counted(m['prompts'], 'prompt')}, {right}, {m['tokens']:,} tokens",
+        f"{counted(m['prompts'], 'prompt')}, {right}, {counted(m['tokens'], 'token')}",
         *(f"after {x['after']}: {x['execution']:,} execution thoughts, {x['other']:,} others" for x in m["thoughts"]),
     ]
     for name, values in (m["separation"] or {}).items():

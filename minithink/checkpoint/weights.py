@@ -34,7 +34,7 @@ from minithink.checkpoint.gguf_file import GGUF, is_gguf, parts_of
 from minithink.checkpoint.gguf_weights import check_tensors, copy_weights, float32_weights
 from minithink.checkpoint.hub import download
 from minithink.config import ModelConfig, read_json
-from minithink.errors import MinithinkError, UsageError, listed, named, quoted, reason
+from minithink.errors import MinithinkError, UsageError, counted, listed, named, quoted, reason
 from minithink.model import Block, Decoder
 from minithink.results.files import open_to_others
 
@@ -596,7 +596,7 @@ def _missing(name: str, shape: torch.Size, entries: dict[str, Entry]) -> Minithi
     paths = sorted({entry.path for entry in entries.values()})
     where = str(paths[0]) if paths else "The checkpoint"
     if len(paths) > 1:
-        where += f" and {len(paths) - 1} others"
+        where += f" and {counted(len(paths) - 1, 'other')}"
     if name == HEAD:
         return MinithinkError(
             f"{where}: the output head {HEAD} {list(shape)} is missing, and config.json says that it is not the "

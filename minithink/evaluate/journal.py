@@ -596,7 +596,7 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
                 raise ValueError("it is no object")
         except (ValueError, RecursionError) as error:
             if number == last:
-                return records, size, f"has an incomplete last line ({number}, {len(data) - size:,} bytes)"
+                return records, size, f"has an incomplete last line ({number}, {counted(len(data) - size, 'byte')})"
             raise UsageError(f"{path}, line {number}, is damaged ({error}): delete that line.") from None
         try:
             records.append(Record.from_dict(values))

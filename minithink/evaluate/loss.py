@@ -349,8 +349,8 @@ class Reading:
                     if tokens is None:
                         raise
                     raise UsageError(
-                        f"{cell.policy}: the share {cell.budget} comes to {tokens:,} tokens of {escaped(text.name)}; "
-                        f"give a larger share, or tokens ({str(error).rstrip('.')})."
+                        f"{cell.policy}: the share {cell.budget} comes to {counted(tokens, 'token')} of "
+                        f"{escaped(text.name)}; give a larger share, or tokens ({str(error).rstrip('.')})."
                     ) from None
 
     def records(self, cell: Cell, wanted: Collection[Key], step: Callable[[int], object]) -> Iterator[Record]:

@@ -68,6 +68,11 @@ def _sizes(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+def said_of(parted: int) -> str:
+    """How many sequences differ, with its verb."""
+    return f"{counted(parted, 'sequence')} {'differs' if parted == 1 else 'differ'}"
+
+
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate at every size, compare, print and write → 1 if a sequence differs where the margin is not small."""
     if len(args.batch_sizes) < 2:
@@ -109,15 +114,15 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     draws = sum(map(len, margins.values()))
     near = sum(margin < NEAR for margin in every_margin)
     print(
-        f"{counted(len(runs[0]), 'sequence')}, {draws:,} draws; {near} with a margin below {NEAR:g}; batch sizes "
-        f"{', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}"
+        f"{counted(len(runs[0]), 'sequence')}, {counted(draws, 'draw')}; {near} with a margin below {NEAR:g}; "
+        f"batch sizes {', '.join(map(str, args.batch_sizes))}; {str(engine.dtype).removeprefix('torch.')}"
     )
     for p in parted:
         print(
             f"sequence {p.number} differs at batch size {p.batch_size} from token {p.token} on: margin {p.margin:.3g}"
         )
     unexplained = sum(p.margin >= NEAR for p in parted)
-    print(f"{len(parted)} sequences differ, {unexplained} of them at a larger margin")
+    print(f"{said_of(len(parted))}, {unexplained} of them at a larger margin")
     if args.output is not None:
         m = {
             "sequences": len(runs[0]),

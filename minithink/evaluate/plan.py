@@ -277,8 +277,8 @@ def check_bytes(cell: Cell, prompt: int) -> None:
         check_budget(cell.make(), prompt)
     except UsageError as error:
         raise UsageError(
-            f"{cell.policy}: the budget {cell.budget} comes to {cell.tokens:,} tokens; give more bytes, or tokens "
-            f"({str(error).rstrip('.')})."
+            f"{cell.policy}: the budget {cell.budget} comes to {counted(cell.tokens, 'token')}; give more bytes, "
+            f"or tokens ({str(error).rstrip('.')})."
         ) from None
 
 
@@ -304,8 +304,8 @@ def check_share(cell: Cell, prompt: int, mean: float, how: str = "on average", g
         if given:
             why = f"--reference-length is {mean:,.0f}"
         raise UsageError(
-            f"{cell.policy}: the share {cell.budget} comes to {tokens:,} tokens with a prompt of {prompt:,}, for "
-            f"{why}; give a larger share, or tokens ({str(error).rstrip('.')})."
+            f"{cell.policy}: the share {cell.budget} comes to {counted(tokens, 'token')} with a prompt of "
+            f"{prompt:,}, for {why}; give a larger share, or tokens ({str(error).rstrip('.')})."
         ) from None
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import UsageError
+from minithink.errors import UsageError, counted
 from minithink.evaluate.plan import Cell
 from minithink.kv.apart import Apart
 from minithink.kv.full import FullCache
@@ -108,7 +108,7 @@ class Recording:
         if isinstance(stream.cache, KVManager):
             stream.cache.recorder = None
         self.said = (
-            f"traced {recorder.steps:,} steps in {self.path}, {recorder.size:,} bytes; recording took "
+            f"traced {counted(recorder.steps, 'step')} in {self.path}, {recorder.size:,} bytes; recording took "
             f"{recorder.seconds:.2f} of {time.perf_counter() - self._began:.2f} s. To look at it: "
             f"python -m minithink.trace view {self.path}"
         )

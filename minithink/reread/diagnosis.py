@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minithink.checkpoint.weights import tensors_of
+from minithink.errors import counted
 from minithink.kv.full import FullCache
 from minithink.loaded import Loaded
 
@@ -28,7 +29,7 @@ def sentence(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], polic
         policy: the name of the policy under which it ran; "": there was none.
     """
     dtype = str(loaded.dtype).removeprefix("torch.")
-    where = f"after {len(prompt):,} prompt tokens and {len(tokens):,} generated ones"
+    where = f"after {counted(len(prompt), 'prompt token')} and {len(tokens):,} that were generated"
     return f"The logits are not finite {where}: {_cause(loaded, [*prompt, *tokens], policy, dtype)}."
 
 
@@ -36,7 +37,9 @@ def _cause(loaded: Loaded, ids: list[int], policy: str, dtype: str) -> str:
     broken = broken_weight(loaded)
     if broken is not None:
         name, count = broken
-        return f"the weight {name} holds {count:,} numbers that are NaN or infinite, so its file is damaged"
+        are = "is" if count == 1 else "are"
+        numbers = f"{counted(count, 'number')} that {are} NaN or infinite"
+        return f"the weight {name} holds {numbers}, so its file is damaged"
     found = first_layer(loaded, ids)
     if found is not None:
         another = "--dtype float32 or bfloat16" if dtype == "float16" else "another --dtype or another checkpoint"

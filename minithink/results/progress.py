@@ -41,7 +41,7 @@ class Advance:
         if self.graded:
             parts.append(f"{self.right} of {self.graded} right ({self.right / self.graded:.1%})")
         if tokens and (seconds := time.monotonic() - self._begin):
-            parts.append(f"{self.tokens:,} tokens, {tokens / seconds:,.1f} tokens/s")
+            parts.append(f"{counted(self.tokens, 'token')}, {tokens / seconds:,.1f} tokens/s")
         return "; ".join(parts)
 
     def left(self) -> float:

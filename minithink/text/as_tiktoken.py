@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from minithink.errors import quoted
+from minithink.errors import counted, quoted
 from minithink.text.added_tokens import AddedToken
 from minithink.text.bpe import BytePairEncoding, Unsupported, bytes_of, is_spelled
 from minithink.text.pieces import GPT2_PATTERN, LLAMA3_PATTERN, QWEN_PATTERN, ByteLevel, PreTokenizer, Split
@@ -110,8 +110,8 @@ def _ranks(model: BytePairEncoding, special: Mapping[str, int]) -> dict[bytes, i
     missing = model.missing_bytes()
     if missing:
         raise Unsupported(
-            f"its vocabulary has no token for {len(missing)} bytes, the first {missing[0]:#04x}, and tiktoken needs "
-            "all of them."
+            f"its vocabulary has no token for {counted(len(missing), 'byte')}, the first {missing[0]:#04x}, and "
+            "tiktoken needs all of them."
         )
     added = {content.encode(): id for content, id in special.items()}
     added_ids = set(special.values())

@@ -30,7 +30,7 @@ async function load(script) {
 const TURNS = /[\u202a-\u202e\u2066-\u2069]/g;
 const upright = (text) => text.replace(TURNS, "\ufffd");
 const number = (n) => n.toLocaleString("en");
-const several = (heads) => heads === 1 ? "1 head" : `${number(heads)} heads`;
+const several = (n, noun = "head") => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 const mib = (n) => n >= 104857.6 ? (n / 1048576).toFixed(2) + " MiB" : (n / 1024).toFixed(1) + " KiB";
 
 function element(name, text = "", className = "") {
@@ -292,9 +292,9 @@ function view(d, $, page) {
     say("part", `${STAGES[d.stage[p]]}${thought}; sentence ${number(d.sentence[p])}`);
     const at = snapshot(), rank = at < 0 ? 0 : d.rank[at * n + p];
     if (p >= visible()) say("kept", "not there yet");
-    else say("kept", `by ${number(alive[p] * share)} of ${number(lanes)} heads`);
+    else say("kept", `by ${number(alive[p] * share)} of ${several(lanes)}`);
     if (p < visible() && alive[p]) say("stored as", formats(p));
-    if (then[p] >= 0) say(d.thinkEnd < d.steps ? "thinking ends" : "last step", `kept by ${number(then[p] * share)} of ${number(lanes)} heads (step ${number(d.thinkEnd)})`);
+    if (then[p] >= 0) say(d.thinkEnd < d.steps ? "thinking ends" : "last step", `kept by ${number(then[p] * share)} of ${several(lanes)} (step ${number(d.thinkEnd)})`);
     if (rank && p < visible()) say("score", `above ${(100 * (rank - 1) / 254).toFixed(0)} % of the tokens (step ${number(d.snapshotStep[at])}, mean over heads)`);
     const needs = d.needStart[p + 1] - d.needStart[p], later = ahead(p), next = d.needStart[p + 1] - later;
     if (needs) say("needed", `by ${number(later)} of ${number(needs)} needs to come` + (later ? `; next by token ${number(d.needAt[next])}, ${d.needs[d.needWhat[next]]}` : ""));
@@ -408,8 +408,8 @@ function view(d, $, page) {
   }
 
   const about = Object.entries(d.about).map(([key, value]) => `${key} ${value}`);
-  about.push(`${number(d.prompt)} prompt tokens, ${number(d.steps)} generated`, `${d.layers} layers × ${d.heads} KV heads`);
-  if (d.done) about.push(`recording took ${Number(d.done.seconds).toFixed(2)} s for ${number(Number(d.done.steps))} steps`);
+  about.push(`${several(d.prompt, "prompt token")}, ${number(d.steps)} generated`, `${several(d.layers, "layer")} × ${several(d.heads, "KV head")}`);
+  if (d.done) about.push(`recording took ${Number(d.done.seconds).toFixed(2)} s for ${several(Number(d.done.steps), "step")}`);
   else {
     $("notice").textContent = "The run was interrupted, or its file is cut off: the trace shows it as far as it was written.";
     $("notice").hidden = false;
@@ -465,10 +465,10 @@ function start(traces) {
   function show() {
     pending = 0;
     for (const of of views) of.show(t, $("follow").checked);
-    const time = $("time"), said = `${number(t)} of ${number(steps)}`;
+    const time = $("time"), said = `${number(t)} of ${number(steps)}`, noun = steps === 1 ? " token" : " tokens";
     time.value = t;
     time.setAttribute("aria-valuetext", said + " generated tokens");
-    $("now").textContent = said + " tokens";
+    $("now").textContent = said + noun;
   }
   function go(step) {
     t = Math.max(0, Math.min(steps, step));

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from math import ceil
 
-from minithink.errors import CONTROL
+from minithink.errors import CONTROL, counted
 from minithink.trace.format import Trace
 
 COLUMNS = 110  # characters of a line
@@ -52,9 +52,10 @@ def title(trace: Trace) -> str:
     step = end_of(trace)
     head = trace.head
     none = int((trace.holders(step)[: trace.prompt + step] == 0).sum())
-    about = f"after {step:,} thinking tokens, a head holds {trace.held(step).mean():,.0f} tokens on average"
+    held = counted(round(trace.held(step).mean()), "token")
+    about = f"after {counted(step, 'thinking token')}, a head holds {held} on average"
     policies = NO_XML.sub("\ufffd", " + ".join(head.policies))
-    return f"{policies}: {about}; {none:,} tokens are held by no head (grey)"
+    return f"{policies}: {about}; {counted(none, 'token')} {'is' if none == 1 else 'are'} held by no head (grey)"
 
 
 def end_of(trace: Trace) -> int:

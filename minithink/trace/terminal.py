@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from minithink.cli.terminal import plain_console
-from minithink.errors import CONTROL
+from minithink.errors import CONTROL, counted
 from minithink.trace.format import KINDS, File, Trace
 
 # A token kept by more than this share of the heads has this style. The colours suit light and dark terminals.
@@ -26,10 +26,10 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
     head = trace.head
     generated = max(0, trace.steps)
     policies = CONTROL.sub("\ufffd", " + ".join(head.policies))
-    counts = f"{trace.prompt:,} prompt tokens, {generated:,} generated and read"
+    counts = f"{counted(trace.prompt, 'prompt token')}, {generated:,} generated and read"
     console.print(f"{policies}, sequence {sequence}: {counts}{file.cut}", soft_wrap=True)  # the terminal itself wraps
     about = [f"{key} {value}" for key, value in head.about.items()]
-    about.append(f"{head.layers} layers × {head.kv_heads} KV heads")
+    about.append(f"{counted(head.layers, 'layer')} × {counted(head.kv_heads, 'KV head')}")
     console.print(CONTROL.sub("\ufffd", " ".join(" · ".join(about).split())), soft_wrap=True)
     coloured = bool(console.color_system) and not console.no_color
     console.print(text(trace, coloured), soft_wrap=True)
@@ -37,7 +37,8 @@ def show(file: File, sequence: int, console: Console | None = None) -> None:
         return
     lost = int((trace.holders(trace.steps) == 0).sum())
     how = "the darker, the more heads keep it; struck out: none" if coloured else "in brackets: what no head keeps"
-    console.print(f"{lost:,} of {trace.tokens:,} tokens are kept by no head ({how})", soft_wrap=True)
+    which = f"{lost:,} of {counted(trace.tokens, 'token')} {'is' if lost == 1 else 'are'}"
+    console.print(f"{which} kept by no head ({how})", soft_wrap=True)
     if trace.think_end >= 0:
         console.print(thinking(trace), soft_wrap=True)
     console.print(bytes_held(trace), soft_wrap=True)
@@ -72,7 +73,8 @@ def thinking(trace: Trace) -> str:
     when = f"when thinking ends (step {end:,})" if end < trace.steps else "at the last step, for there is no answer"
     every = int((kept == trace.head.units).sum())
     none = int((kept == 0).sum())
-    return f"{every:,} of {len(kept):,} thinking tokens are kept by all heads {when}, {none:,} by no head"
+    of = counted(len(kept), "thinking token")
+    return f"{every:,} of {of} {'is' if every == 1 else 'are'} kept by all heads {when}, {none:,} by no head"
 
 
 def bytes_held(trace: Trace) -> str:
@@ -107,6 +109,6 @@ def left_out(trace: Trace) -> str:
     layers, kv_heads = trace.head.tables
     if layers <= ROWS and kv_heads <= COLUMNS:
         return ""
-    return f"the table shows the first {min(layers, ROWS):,} of {layers:,} layers and the first " + (
-        f"{min(kv_heads, COLUMNS):,} of {kv_heads:,} heads"
+    return f"the table shows the first {min(layers, ROWS):,} of {counted(layers, 'layer')} and the first " + (
+        f"{min(kv_heads, COLUMNS):,} of {counted(kv_heads, 'head')}"
     )

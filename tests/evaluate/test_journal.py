@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minithink.errors import CONTROL, MinithinkError, UsageError
+from minithink.errors import CONTROL, MinithinkError, UsageError, counted
 from minithink.evaluate import journal as journal_module
 from minithink.evaluate import plots, summary
 from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
@@ -120,7 +120,8 @@ def test_every_truncation_of_the_last_line_is_repaired(tmp_path: Path) -> None:
             assert journal.done == {r.key for r in rows[:2]}
             assert len(journal.notes) == (end > begin)
             if end > begin:
-                assert f"{path} has an incomplete last line (3, {end - begin} bytes)" in journal.notes[0]
+                size = counted(end - begin, "byte")
+                assert f"{path} has an incomplete last line (3, {size})" in journal.notes[0]
             journal.append(rows[2])
         assert path.read_bytes() == whole
 

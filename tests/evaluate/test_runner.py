@@ -174,7 +174,7 @@ def test_a_weight_that_is_not_finite_ends_the_run(
     engine.decoder.norm[0] = float("nan")
     save_checkpoint(engine.decoder, folder)
     assert main(options(folder, problems, tmp_path / "out")) == 1
-    assert "the weight model.norm.weight holds 1 numbers" in capsys.readouterr().err
+    assert "the weight model.norm.weight holds 1 number that is NaN or infinite" in capsys.readouterr().err
 
 
 def test_nothing_is_summed_up_if_no_logits_are_finite(
@@ -348,7 +348,7 @@ def test_bytes_are_the_tokens_that_they_hold(
     ("budgets", "said"),
     [
         ("3B", "window: a budget of 3B holds no token, because one takes 512 bytes of keys and values in 4 KV heads"),
-        ("600B", "the budget 600B comes to 1 tokens; give more bytes, or tokens"),
+        ("600B", "the budget 600B comes to 1 token; give more bytes, or tokens"),
     ],
 )
 def test_too_few_bytes_are_refused(

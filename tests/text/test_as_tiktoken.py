@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[Spec], None], str]] = {
     "normalized": (add("<x>", normalized=True), "'<x>' has normalized set"),
     "single word": (add("<x>", single_word=True), "'<x>' has single_word set"),
     "prefix of a token": (add("<thi"), "'<think>' begins with '<thi'"),
-    "byte": (without_a_byte, "no token for 1 bytes, the first 0x04"),
+    "byte": (without_a_byte, "no token for 1 byte, the first 0x04"),
     "shuffled": (shuffle_merges, "tiktoken merges to the lower id first"),
     "renumbered": (renumber, "tiktoken merges to the lower id first"),
     "merges dropped": (lambda spec: [drop_merges(spec), ignore_merges(spec)], "no merge makes its token"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from minithink.errors import counted
 from minithink.trace import picture
 from minithink.trace.format import File, Trace, read
 from minithink.trace.terminal import NOBODY, STYLES, show, text
@@ -36,7 +37,7 @@ def test_without_colours(file: File) -> None:
         "first + second, sequence 0: 5 prompt tokens, 11 generated and read\n"
         "model <script>window.hacked = 1</script> · 2 layers × 2 KV heads\n[Is ]<script>window.hacked"
     )
-    assert "1 of 16 tokens are kept by no head (in brackets: what no head keeps)" in said
+    assert "1 of 16 tokens is kept by no head (in brackets: what no head keeps)" in said
     assert "\x1b" not in said, "control characters of a token are shown as U+FFFD"
     assert " \ufffd[31mü" in said
     assert "405 bytes held, 39.6% of a full cache's 1,024 (payload 384, tables 11, state 8, observations 2)" in said
@@ -62,7 +63,7 @@ def test_with_colours(file: File) -> None:
     assert [str(span.style) for span in spans] == [s for s, piece in zip(styles, TEXTS, strict=True) if piece]
     assert text(trace).plain == "".join(TEXTS).replace("\x1b", "\ufffd")
     assert "\x1b[" in (said := shown(file, colours=True, no_color=False))
-    assert "1 of 16 tokens are kept by no head (the darker, the more heads keep it; struck out: none)" in said
+    assert "1 of 16 tokens is kept by no head (the darker, the more heads keep it; struck out: none)" in said
 
 
 def test_a_terminal_that_was_asked_for_no_colours(file: File) -> None:
@@ -140,8 +141,8 @@ WIDE = {
 @pytest.mark.parametrize(("layers", "kv_heads"), [(65535, 1), (1, 65535), (255, 257)])
 def test_the_table_of_heads_is_bounded(layers: int, kv_heads: int, tmp_path: Path) -> None:
     said = shown(read(write(tmp_path / "trace", arrays(**WIDE), head={"layers": layers, "kv_heads": kv_heads})))
-    assert f"the first {min(layers, 256):,} of {layers:,} layers" in said
-    assert f"the first {min(kv_heads, 64):,} of {kv_heads:,} heads" in said
+    assert f"the first {min(layers, 256):,} of {counted(layers, 'layer')} and" in said
+    assert f"the first {min(kv_heads, 64):,} of {counted(kv_heads, 'head')}\n" in said
     assert len(said) < 10**6
 
 

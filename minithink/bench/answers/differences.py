@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.at is not None and args.same_bytes:
         raise UsageError("--at and --same-bytes both choose OTHER's budgets: give one of the two.")
     if args.at is not None and len(args.at) not in (1, len(families)):
-        count = f"{len(args.at)} budgets for {len(families)} families"
+        count = f"{len(args.at)} budgets for {len(families)} {'family' if len(families) == 1 else 'families'}"
         raise UsageError(f"--at gives {count}: give one, or one for each.")
     rows: list[tuple[str, ...]] = [HEADINGS]
     for budget in args.budgets or budgets_of(own, args.policy):

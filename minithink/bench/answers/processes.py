@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from minithink.cli.process import Signals, Stopped
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -106,7 +106,9 @@ def spread(
     if interrupted:
         raise KeyboardInterrupt
     if todo and not idle:
-        raise MinithinkError(f"All {processes} processes were killed; {len(todo)} parts of the work were not begun.")
+        parts = counted(len(todo), "part")
+        were = "was" if len(todo) == 1 else "were"
+        raise MinithinkError(f"All {processes} processes were killed; {parts} of the work {were} not begun.")
     for ours in idle:
         ours.close()
 

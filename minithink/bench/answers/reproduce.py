@@ -219,6 +219,8 @@ def verdict(found: Sequence[Run], now: Mapping[str, Any], different: int, count:
         cell += f" at {budget_text(run.key['budget'])}"
     since = f"measured at commit {short(run.commit)} ({run.date[:10]})"
     if not different:
+        if count == 1:
+            return f"The answer of {cell} is the one that was {since}."
         return f"All {count} answers of {cell} are those that were {since}."
     then = _place(run.key, run.machine, run.versions)
     here = _place(now, now["machine"], now["versions"])
@@ -229,6 +231,8 @@ def verdict(found: Sequence[Run], now: Mapping[str, Any], different: int, count:
         why += "; the code or the defaults of the policy have changed since"
     elif then != here:
         why += "; another machine, backend or number type rounds sums differently, and near ties then fall otherwise"
+    if count == 1:
+        return f"The answer of {cell} differs from the one that was {since}: {why}."
     return f"{different} of {count} answers of {cell} differ from those that were {since}: {why}."
 
 

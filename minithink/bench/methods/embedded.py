@@ -12,6 +12,7 @@ from minithink.bench.methods import Result, Row, Sweep, Table
 from minithink.bench.methods.settings import RKV
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY
+from minithink.evaluate import margins
 from minithink.model import Decoder
 
 # All policies keep the prompt. R-KV decides more often than by default, because these texts are short.
@@ -90,7 +91,7 @@ def near_ties(result: Result) -> Iterable[str]:
     yield (
         f"{m['sequences']} sequences of the full cache in batches of {sizes} ({settings['dtype']}): of "
         f"{m['draws']:,} draws {m['near']} had a margin below {m['limit']:g} (smallest: {m['smallest_margin']:.1e}); "
-        f"{len(m['parted'])} sequences differ, {m['unexplained']} of them at a larger margin."
+        f"{margins.said_of(len(m['parted']))}, {m['unexplained']} of them at a larger margin."
     )
     yield ""
 

@@ -21,7 +21,7 @@ from minithink.bench.speed.clock import Deadline, in_turns
 from minithink.cli import cores
 from minithink.cli.commands import natural, positive
 from minithink.engine import load
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.results import record
 from minithink.tasks import load_problems
 
@@ -75,7 +75,7 @@ def measurements(args: argparse.Namespace, held: list[int]) -> Iterator[record.M
 def line(m: record.Measurement) -> str:
     """A measurement in one line, for people."""
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in m["speeds"].items())
-    return f"batch {m['batch']}, {m['held']} cores held: {speeds} tok/s"
+    return f"batch {m['batch']}, {counted(m['held'], 'core')} held: {speeds} tok/s"
 
 
 def settings(spins: list[int]) -> dict[str, dict[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minithink.cli.commands import natural
-from minithink.errors import UsageError, alternatives, quoted
+from minithink.errors import UsageError, alternatives, counted, quoted
 
 ARCHITECTURES = (80, 90)
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
             failed += len(errors)
     if failed:
-        print(f"{failed} variants did not compile.", file=sys.stderr)
+        print(f"{counted(failed, 'variant')} did not compile.", file=sys.stderr)
     return int(failed > 0)
 
 

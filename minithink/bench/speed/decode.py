@@ -37,7 +37,7 @@ from minithink.bench.speed.peer import CACHES, Peer, Theirs, transformers
 from minithink.bench.speed.steady import LLAMA, Ours, RandomModel, Settings, Steady
 from minithink.cli.commands import positive
 from minithink.engine import TINY, Engine, load
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, counted
 from minithink.policies import load as load_policy
 from minithink.results import record
 from minithink.tasks import load_problems
@@ -150,7 +150,8 @@ def line(m: record.Measurement) -> str:
         said.append(f"{m['ratio']:.2f} x transformers with its {peer['cache']} cache")
         must = m["same"].get("steps_that_must_agree")
         if must:
-            said.append(f"same tokens for {min(m['same']['steps_that_agree'])} steps ({min(must)} required)")
+            steps = counted(min(m["same"]["steps_that_agree"]), "step")
+            said.append(f"same tokens for {steps} ({min(must)} required)")
     if "target" in m:
         said.append(f"target {m['target']} {'reached' if m['target_reached'] else 'missed'}")
     if "share_of_limit" in ours:

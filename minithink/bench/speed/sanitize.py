@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Any
 
 from minithink.cli.commands import positive
-from minithink.errors import MinithinkError
+from minithink.errors import MinithinkError, counted
 from minithink.results import origin, record
 from minithink.results.record import Measurement
 
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def line(m: Measurement) -> str:
     """A process for people, and what was reported."""
-    said = f"{m['tool']}: {m['errors']} errors; {m['outcome']}  {m['tests'][0]}"
+    said = f"{m['tool']}: {counted(m['errors'], 'error')}; {m['outcome']}  {m['tests'][0]}"
     return "\n    ".join([said, *m["report"]])
 
 

@@ -8,6 +8,7 @@ from string import Formatter
 from typing import Any
 
 from minithink.bench.methods import Field
+from minithink.errors import counted
 from minithink.evaluate.summary import budget_text
 
 ABOUT = ("commit", "date", "command")  # what a row says of its run, if it is not the file's
@@ -91,7 +92,7 @@ def source(result: Mapping[str, Any]) -> str:
     settings = result.get("settings", {})
     where = _place(result)
     if "gpu" not in result["machine"] and "threads" in settings:
-        where += f", {settings['threads']} threads"
+        where += f", {counted(settings['threads'], 'thread')}"
     what = [f"torch {versions['torch']}"]
     if result["benchmark"] == "decode" and versions.get("transformers"):
         what.append(f"transformers {versions['transformers']}")

@@ -80,7 +80,7 @@ def test_what_waits_begins_when_a_result_allows_it(tmp_path: Path) -> None:
 def test_when_all_processes_are_killed(tmp_path: Path) -> None:
     found = spread(work, [5, 6], 1, partial(log_of, tmp_path))
     assert isinstance(next(found)[1], MinithinkError)
-    with pytest.raises(MinithinkError, match="1 parts of the work were not begun"):
+    with pytest.raises(MinithinkError, match="1 part of the work was not begun"):
         next(found)
 
 

@@ -43,7 +43,7 @@ def test_equal_answers_are_said(there: Path, capsys: pytest.CaptureFixture[str])
     assert family.split() == ["facts", "2", "2", "0", "0"]
     assert last.startswith("All 2 answers of window at 50 % are those that were measured at commit ")
     assert again(there, "full", "--limit", "1") == 0
-    assert "All 1 answers of full are" in capsys.readouterr().out
+    assert "The answer of full is the one that was" in capsys.readouterr().out
     assert (there / pool.FILE).read_bytes() == whole, "the pool is only read"
 
 

@@ -113,7 +113,7 @@ def test_a_run(
     words = ["sanitize", "--workers", "2", "--output", str(tmp_path / "x.json"), *(["--torch"] if flaw else [])]
     assert main(words) == int(flaw)
     assert sorted(asked) == sorted((tool, f"{name}.py::1") for tool in sanitize.TOOLS for name in "ab")
-    found = "racecheck: 1 errors; 1 passed  b.py::1\n    ========= Race reported\n"
+    found = "racecheck: 1 error; 1 passed  b.py::1\n    ========= Race reported\n"
     assert (found in capsys.readouterr().out) == flaw
     result = record.read(tmp_path / "x.json")
     assert result["complete"]

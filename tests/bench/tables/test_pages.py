@@ -264,7 +264,7 @@ def test_near_ties_are_said() -> None:
     lines = pages.lines_of(pages.TABLES["margins"], MARGINS)
     assert lines[0] == (
         "8 sequences of the full cache in batches of 1 and 8 (float32): of 7,901 draws 1 had a margin below 1e-05 "
-        "(smallest: 2.3e-06); 1 sequences differ, 0 of them at a larger margin."
+        "(smallest: 2.3e-06); 1 sequence differs, 0 of them at a larger margin."
     )
 
 
