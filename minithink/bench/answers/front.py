@@ -539,6 +539,8 @@ ENTRIES = entries()
 COLORS = ("#D55E00", "#E69F00", "#0072B2", "#009E73", "#CC79A7")  # of budgets, the smallest first
 GREY = "#666666"  # of rows without a budget
 LINE = "#222222"  # of a front
+TICKS = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)  # of the axis of bytes, as shares of the full cache's
+MANY = 30  # names that are written small
 NEAR = 0.4  # of a family, rows that are farther below its front are not drawn
 # Settings that make the file small: one font in place of a list, and dots that are lines without a length.
 SMALL: dict[str, Any] = {"font.sans-serif": ["DejaVu Sans"], "path.simplify": False}
@@ -570,7 +572,6 @@ def draw(result: Result, path: Path) -> None:
         for place, (family, points) in enumerate(panels.items()):
             below = figure.add_subplot(grid[1, 3 * place : 3 * place + 3])
             panel(below, family, near(points), numbers, colors)
-            below.set_xticks(range(0, 101, 50))
             below.set_yticks(range(0, 101, 50))
         figure.supylabel(f"{result['model']}: right answers, %", fontsize="medium")
         figure.supxlabel(
@@ -664,6 +665,11 @@ def panel(
         )
     axis.set_title(title, fontsize=8)
     axis.set_ylim(-3, 108)
+    axis.set_xscale("log", base=2)
+    least = min(point.x for point in points)
+    shares = [share for share in TICKS if share >= least / 2]
+    axis.set_xticks([100 * share for share in shares], [f"{100 * share:g}" for share in shares])
+    axis.minorticks_off()
 
 
 def list_names(axis: Any, numbers: Mapping[str, int]) -> None:
@@ -671,4 +677,5 @@ def list_names(axis: Any, numbers: Mapping[str, int]) -> None:
     axis.set_axis_off()
     lines = [f"{number}  {name.replace('`', '')}" for name, number in numbers.items()]
     text = "\n".join(["on a front:", *lines])
-    axis.text(0, 1, text, va="top", fontsize=6, linespacing=1.4, transform=axis.transAxes)
+    size = 6 if len(lines) < MANY else 4.5
+    axis.text(0, 1, text, va="top", fontsize=size, linespacing=1.3, transform=axis.transAxes)

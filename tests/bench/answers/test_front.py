@@ -365,7 +365,16 @@ def test_the_command_says_the_sentences_and_draws(where: Path, capsys: pytest.Ca
     assert main([*words, "--plot", str(path)]) == 0
     assert "On **backbone**" in capsys.readouterr().out
     first = path.read_text()
-    for part in ("all families", "facts", "ledger", "search", "25 %", f"1  {TEXTS['rkv']} at 25 %", "4  full"):
+    for part in (
+        "all families",
+        "facts",
+        "ledger",
+        "search",
+        "25 %",
+        "12.5",
+        f"1  {TEXTS['rkv']} at 25 %",
+        "4  full",
+    ):
         assert f">{part}<" in first.replace("&#160;", " "), part
     assert main([*words, "--plot", str(path), "--model", "backbone"]) == 0
     assert path.read_text() == first
