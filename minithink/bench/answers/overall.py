@@ -14,11 +14,13 @@ from typing import Any
 from minithink.bench.answers.pool import Run
 from minithink.bench.methods import Result, Row, Table
 from minithink.evaluate.intervals import wilson
-from minithink.evaluate.paired import difference
+from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.summary import budget_text
 from minithink.results.figures import drawing
 
 DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
+LEVEL = 0.05  # of tests
+UNSURE = " °"  # the mark of a difference whose interval leaves out 0, and which its corrected test does not confirm
 BETTER = "#0072B2"
 WORSE = "#D55E00"
 ALIKE = "#888888"
@@ -30,7 +32,8 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
     were right.
 
     right, low, high: share of right answers and its interval, of all families only. less, less_low, less_high: this
-    share minus the other policy's, and the bootstrap interval of the difference.
+    share minus the other policy's, and the bootstrap interval of the difference. p: the probability of McNemar's
+    exact test, of all families only, and not of several samples a problem.
     """
     if not beside:
         return {}
@@ -56,6 +59,9 @@ def compared(runs: Sequence[Run], beside: str) -> dict[tuple[Any, ...], dict[str
             found["", policy, budget] = {"right": right, "low": low, "high": high}
             if policy != beside:
                 found["", policy, budget] |= difference(own_of_all, other_of_all)
+                if {*own_of_all, *other_of_all} <= {0.0, 1.0}:
+                    p = mcnemar([x == 1 for x in own_of_all], [x == 1 for x in other_of_all])
+                    found["", policy, budget]["p"] = p
     return found
 
 
@@ -72,13 +78,27 @@ def rows(result: Result) -> list[Row]:
     for m in result["measurements"]:
         if m["budget"] is not None:
             by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-    out: list[Row] = [together(policy, budget, own) for (policy, budget), own in by_cell.items()]
+    out = [together(policy, budget, own) for (policy, budget), own in by_cell.items()]
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]
+    tested = [row for row in out if "p" in (row["all"] or {})]
+    for row, p in zip(tested, holm([row["all"]["p"] for row in tested]), strict=True):
+        row["unsure"] = leaves_out_zero(row) and p >= LEVEL
     rights = dict[str, list[float]]()
     for row in out:
         rights.setdefault(row["policy"], []).append(row["right"])
     return sorted(out, key=lambda row: (-fmean(rights[row["policy"]]), row["policy"]))
+
+
+def leaves_out_zero(row: Row) -> bool:
+    """Whether the interval of a difference over all families does."""
+    _, low, high = points(row, "all")
+    return low is not None and high is not None and (low > 0 or high < 0)
+
+
+def _difference(row: Row) -> tuple[Any, ...]:
+    """A difference over all families in points, its interval, and its mark."""
+    return *points(row, "all"), UNSURE if row.get("unsure") else ""
 
 
 def together(policy: str, budget: float | None, own: Sequence[Row]) -> dict[str, Any]:
@@ -123,6 +143,12 @@ def said(result: Result) -> Iterable[str]:
         parts.append("Where a policy lacks runs, of fewer.")
     if any(points(row, "all")[0] is not None for row in found):
         parts.append(f"Difference: points to `{settings['beside']}` at the same budget, problem by problem.")
+    if unsure := sum(row.get("unsure", False) for row in found):
+        tests = sum("p" in (row["all"] or {}) for row in found)
+        parts.append(
+            f"{UNSURE.strip()}: the interval leaves out 0, but the difference is not significant by McNemar's exact "
+            f"test with Holm's correction for the {tests} tests of this table (p ≥ {LEVEL:g}; {unsure} of them)."
+        )
     parts.append("Cut off: texts that did not end by themselves. The most right answers first.")
     return [" ".join(parts), ""]
 
@@ -133,7 +159,7 @@ TABLE = Table(
     across="budget",
     cells=(
         ("{:share}: right", ("right", "low", "high"), "**{:.1%}** ({:.1%} to {:.1%})"),
-        ("difference?", lambda m: points(m, "all"), DIFFERENCE),
+        ("difference?", _difference, DIFFERENCE + "{}"),
         ("tokens", "generated_mean", "{:,.0f}"),
         ("cut off", "cut_off", "{:.1%}"),
         ("in a loop?", "looped", "{:.1%}"),

@@ -31,6 +31,7 @@ def test_policies_are_compared_problem_by_problem() -> None:
     assert found["search", "a", 0.5] == {"less": 0, "less_low": 0, "less_high": 0}
     assert found["", "a", 0.5]["less"] == pytest.approx(1 / 6)
     assert found["", "a", 0.5]["right"] == pytest.approx(5 / 6)
+    assert found["", "a", 0.5]["p"] == 1.0, "two against one"
     assert found["", "b", 0.5].keys() == {"right", "low", "high"}
     assert ("facts", "b", 0.5) not in found
     assert {cell for cell in found if "old" in cell} == {("search", "old", 0.5)}
@@ -43,6 +44,7 @@ def test_of_several_samples_a_problem_has_the_mean() -> None:
     found = overall.compared(runs, "b")
     assert found["facts", "a", 0.5]["less"] == 0.25
     assert found["", "a", 0.5]["right"] == 0.5
+    assert "p" not in found["", "a", 0.5], "the test takes problems that are right or wrong"
 
 
 def result(*policies: tuple[str, float | None, dict[str, float], dict[str, float] | None]) -> dict[str, Any]:
@@ -99,6 +101,30 @@ def test_the_table_of_all_families() -> None:
     [said, _] = overall.said(found)
     assert "each of 2 families. Where a policy lacks runs, of fewer." in said
     assert "points to `random` at the same budget" in said
+
+
+def test_a_difference_that_its_corrected_test_does_not_confirm_is_marked() -> None:
+    """By hand: of three tests the smallest probability counts three times, the next one twice."""
+    found = result(
+        ("random", 0.25, {"a": 0.5, "b": 0.5}, {}),
+        ("x", 0.25, {"a": 0.7, "b": 0.7}, LESS),
+        ("y", 0.25, {"a": 0.6, "b": 0.7}, LESS),
+        ("z", 0.25, {"a": 0.5, "b": 0.4}, {"less": -5.0, "less_low": -11.0, "less_high": 1.0}),
+    )
+    for row in found["measurements"]:
+        for name, p in (("x", 0.01), ("y", 0.03), ("z", 0.9)):
+            if row["policy"] == name:
+                row["all"]["p"] = p
+    _, *lines = pages.cells(overall.TABLE, overall.rows(found))
+    differences = {line[0]: line[2] for line in lines}
+    assert differences == {
+        "`x`": "+20.0 (+10.0 to +30.0)",
+        "`y`": "+20.0 (+10.0 to +30.0) °",
+        "`random`": "–",
+        "`z`": "-5.0 (-11.0 to +1.0)",
+    }
+    [said, _] = overall.said(found)
+    assert "Holm's correction for the 3 tests of this table (p ≥ 0.05; 1 of them)." in said
 
 
 def test_the_picture_of_differences(tmp_path: Path) -> None:
