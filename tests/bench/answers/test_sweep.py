@@ -362,7 +362,7 @@ def test_runs_of_other_pools_are_taken(tmp_path: Path, capsys: pytest.CaptureFix
             counted = {"case_1": 3, "case_2": 400} if key["policy"] == "thinkv" else None
             source = pool.source_of(key["policy"], "reference")
             own = row | {"policy": key["policy"], "budget": key["budget"], "counts": counted}
-            runs.append(pool.Run(key | where | model, source, own, [], [], **about, command="x"))
+            runs.append(pool.Run(key | where | model, source, own, [], [20_000, 200], **about, command="x"))
         pool.add(tmp_path / name, runs)
     words = ["--finished", "--results", str(tmp_path), "--runs", str(tmp_path / "runs"), "--join"]
     assert main(["sweep", "card", *words, str(tmp_path / "card" / pool.FILE)]) == 0
