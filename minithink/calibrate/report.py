@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minithink.calibrate import choose
-from minithink.calibrate.agreement import compare, fold
+from minithink.calibrate.agreement import compare, fold, related
 from minithink.calibrate.problems import graded_of
 from minithink.errors import counted
 from minithink.policies.thinkv import type_of
@@ -40,9 +40,11 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
     labels = fold(torch.tensor(labelled, dtype=torch.uint8), number)
     at = torch.tensor(places, dtype=torch.float64)
     looks = choose.look(found, number)
+    lengths = [len(line["refresh"]) for line in lines]
     modes = [[len(of.modes) for of in of_layer] for of_layer in zip(*found, strict=True)]  # by layer and prompt
     how, layers, theta = choose.choose(found, refresh, number, count)
     values = refresh[:, layers].mean(1)
+    by_sparsity = type_of(values, theta)
     per_layer = []
     for look in looks:
         own = [line["layers"][look.layer] for line in lines]
@@ -66,9 +68,10 @@ def conclude(lines: Sequence[Mapping[str, Any]], number: int, count: int) -> dic
             "right": fmean(graded) if graded else None,
             "tokens": sum(len(line["tokens"]) for line in lines),
             "share": fmean(looks[i].share for i in layers),  # of prompts with |T| modes, mean over L*
-            "shares_of_types": _shares(type_of(values, theta)),
+            "shares_of_types": _shares(by_sparsity),
             "shares_of_keywords": _shares(labels),
-            "keywords": compare(type_of(values, theta), labels),
+            "keywords": compare(by_sparsity, labels),
+            "related": related(by_sparsity.split(lengths), labels.split(lengths)),
             "correlation_with_position": float(torch.stack((values, at)).corrcoef()[0, 1]) if len(at) > 1 else None,
             "layers": per_layer,
             "share_by_rows": share_by_rows([line["modes_by_rows"] for line in lines], number),
@@ -113,6 +116,12 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
     for what, of in (("keywords", m["keywords"]), ("types under eviction", m["eviction"])):
         if of is not None:
             yield f"{of['agree']:.0%} of {counted(of['segments'], 'segment')} agree with {what} (κ {of['kappa']:.2f})"
+    found = m["related"]
+    yield (
+        f"types and keywords: χ² {found['chi_squared']:.1f}, Cramér's V {found['cramers_v']:.2f}; if keywords are "
+        f"exchanged within texts, χ² is {found['chance_in_texts']:.1f} on average (p = {found['p_in_texts']:.2g}), "
+        f"within thirds of texts {found['chance_in_thirds']:.1f} (p = {found['p_in_thirds']:.2g})"
+    )
     for n, shares in m["share_by_rows"].items():
         yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
         noise = m["share_of_noise"][n]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minithink.calibrate.agreement import compare, confusion, fold, kappa
+from minithink.calibrate.agreement import compare, confusion, fold, kappa, related
 
 
 def types(*of: int) -> torch.Tensor:
@@ -39,3 +39,27 @@ def test_all_of_it_as_json() -> None:
 def test_two_types_know_no_transitions() -> None:
     assert fold(types(0, 1, 2), 2).tolist() == [2, 1, 2]
     assert fold(types(0, 1, 2), 3).tolist() == [0, 1, 2]
+
+
+def test_what_the_length_explains_is_told_from_what_it_does_not() -> None:
+    """Types that both follow the place in a text are related within texts, and not within their thirds."""
+    generator = torch.Generator().manual_seed(1)
+    by_length = [types(*[0] * 6, *[1] * 6, *[2] * 6) for _ in range(8)]
+    found = related(by_length, by_length)
+    assert found["cramers_v"] == pytest.approx(1)
+    assert found["p_in_texts"] == 1 / 2000
+    assert found["p_in_thirds"] == 1, "no exchange changes anything"
+    drawn = [torch.randint(3, (18,), generator=generator, dtype=torch.uint8) for _ in range(8)]
+    same = related(drawn, drawn)
+    assert same["p_in_texts"] == same["p_in_thirds"] == 1 / 2000
+    others = [torch.randint(3, (18,), generator=generator, dtype=torch.uint8) for _ in range(8)]
+    chance = related(drawn, others)
+    assert min(chance["p_in_texts"], chance["p_in_thirds"]) > 0.05
+
+
+def test_a_text_that_differs_as_a_whole_relates_nothing() -> None:
+    """Each text has one type of its own, by both ways: exchanges within texts change nothing."""
+    texts = [types(*[kind] * 5) for kind in (0, 1, 2)]
+    found = related(texts, texts)
+    assert found["chi_squared"] == pytest.approx(30)
+    assert found["p_in_texts"] == 1

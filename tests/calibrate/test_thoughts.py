@@ -303,6 +303,15 @@ def test_thresholds_lie_in_the_valleys_of_tri_modal_layers() -> None:
     m = values["measurements"]
     assert m["keywords"]["agree"] == 1
     assert m["keywords"]["confusion"] == [[30, 0, 0], [0, 30, 0], [0, 0, 30]]
+    related = m["related"]
+    assert (related["chi_squared"], related["cramers_v"]) == pytest.approx((180, 1))
+    assert related["p_in_texts"] == 1 / 2000
+    assert related["p_in_thirds"] == 1, "in each third there is one type"
+    assert related["chance_in_texts"] < 10
+    assert related["chance_in_thirds"] == pytest.approx(180)
+    said = [*report.summary({**values, "measurements": {**m, "eviction": None}})]
+    assert "types and keywords: χ² 180.0, Cramér's V 1.00; if keywords are exchanged within texts, χ² is " in said[4]
+    assert said[4].endswith("within thirds of texts 180.0 (p = 1)")
     assert m["share"] == 1
     assert m["right"] == pytest.approx(2 / 3)
     assert m["correlation_with_position"] > 0.9

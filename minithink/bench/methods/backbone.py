@@ -13,8 +13,11 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
+import torch
+
 from minithink.bench.methods import Result, Row, Table
 from minithink.engine import TINY
+from minithink.evaluate.contingency import cramers_v
 from minithink.evaluate.loss_summary import Above, difference_text
 from minithink.evaluate.summary import FULL, budget_text
 
@@ -185,6 +188,7 @@ def thoughts(result: Result) -> Iterable[Row]:
             "segments": m["keywords"]["segments"],
             "agree": m["keywords"]["agree"],
             "kappa": m["keywords"]["kappa"],
+            "v": cramers_v(torch.tensor(m["keywords"]["confusion"])),
             "majority": m["keywords"]["majority"],
         }
 
@@ -195,7 +199,8 @@ def thoughts_said(result: Result) -> Iterable[str]:
     yield (
         f"Three modes: the share of texts in which the sparsity of single queries has them, in the best layer; of "
         f"{texts} texts of the models' own. Agree: segments whose type by sparsity is that of their keywords; κ: "
-        "beyond chance; one type: the share if all segments had the most frequent one."
+        "beyond chance; V: Cramér's, 0 if the two have nothing to do with each other, 1 if one decides the other; "
+        "one type: the share if all segments had the most frequent one."
     )
     yield ""
 
@@ -279,6 +284,7 @@ TABLES = {
             ("segments", "segments", "{:,}"),
             ("agree", "agree", "{:.0%}"),
             ("κ", "kappa", "**{:.2f}**"),
+            ("V", "v", "{:.2f}"),
             ("one type", "majority", "{:.0%}"),
         ),
         rows=thoughts,

@@ -7,8 +7,15 @@ from dataclasses import replace
 
 from minithink.bench.methods import Result, Row, Table
 from minithink.engine import TINY
+from minithink.text.thoughts import NAMES
 
-FILES = {"thoughts": "thoughts.json", "thresholds": "thoughts.json", "thresholds-2": "thoughts-2.json"}
+FILES = {
+    "thoughts": "thoughts.json",
+    "thresholds": "thoughts.json",
+    "thresholds-2": "thoughts-2.json",
+    "thoughts-words": "thoughts.json",
+}
+BY_SPARSITY = ("execution", "reasoning", "transition")  # as the paper has them, the densest first
 
 
 def layers(result: Result) -> Iterable[Row]:
@@ -50,6 +57,14 @@ def thresholds_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+def words(result: Result) -> Iterable[Row]:
+    """Segments by their types in two ways, a row for each type by sparsity, the densest first."""
+    table = result["measurements"]["keywords"]["confusion"]
+    for kind in BY_SPARSITY:
+        counts = dict(zip(NAMES, table[NAMES.index(kind)], strict=True))
+        yield {"name": kind, "counts": tuple(counts[word] for word in BY_SPARSITY)}
+
+
 def by_type(m: Row) -> tuple[float, ...]:
     """Shares of execution, reasoning and transition."""
     return tuple(m["shares"][kind] for kind in ("execution", "reasoning", "transition"))
@@ -78,5 +93,14 @@ TABLES = {
         last=(("agrees with keywords", "agree", "{:.0%}"), ("κ", "kappa", "{:.2f}")),
     ),
     **dict.fromkeys(("thresholds", "thresholds-2"), THRESHOLDS),
+    "thoughts-words": Table(
+        (
+            ("by sparsity", "name", "{}"),
+            ("execution by words", lambda m: m["counts"][0], "{}"),
+            ("reasoning", lambda m: m["counts"][1], "{}"),
+            ("transition", lambda m: m["counts"][2], "{}"),
+        ),
+        rows=words,
+    ),
 }
 TABLES |= {name: replace(TABLES[name], shipped=(TINY / file,)) for name, file in FILES.items()}

@@ -146,15 +146,16 @@ def test_centers_of_queries_a_row_for_each_model() -> None:
 
 def test_thoughts_a_row_for_each_model() -> None:
     def of(checkpoint: str, kappa: float) -> dict[str, Any]:
-        keywords = {"segments": 1234, "agree": 0.25, "kappa": kappa, "majority": 0.5}
+        table = [[15, 5, 0], [5, 15, 0], [0, 0, 0]]  # V: 0.5
+        keywords = {"segments": 1234, "agree": 0.25, "kappa": kappa, "majority": 0.5, "confusion": table}
         modes = {"share_by_rows": {"1": [0.25, 0.5], "4": [1.0]}, "share_of_noise": {"1": [0.125, 0.0], "4": [1.0]}}
         return head("thoughts", "x", checkpoint) | {"measurements": {"prompts": 7, "keywords": keywords, **modes}}
 
     lines = lines_of(TABLES["backbone-thoughts"], {"each": [of("abc", -0.25), of("def", 0.5), of("ghi", 0)]})
     assert lines[2:5] == [
-        "| smollm2-think `abc` | 2 | **50%** | 12% | 1,234 | 25% | **-0.25** | 50% |",
-        "| tiny `def` | 2 | **50%** | 12% | 1,234 | 25% | **0.50** | 50% |",
-        "| tiny-control `ghi` | 2 | **50%** | 12% | 1,234 | 25% | **0.00** | 50% |",
+        "| smollm2-think `abc` | 2 | **50%** | 12% | 1,234 | 25% | **-0.25** | 0.50 | 50% |",
+        "| tiny `def` | 2 | **50%** | 12% | 1,234 | 25% | **0.50** | 0.50 | 50% |",
+        "| tiny-control `ghi` | 2 | **50%** | 12% | 1,234 | 25% | **0.00** | 0.50 | 50% |",
     ]
 
 
