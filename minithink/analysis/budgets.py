@@ -21,6 +21,7 @@ from minithink.engine import Engine
 from minithink.kv.contract import Edit, Step
 from minithink.policies.crystal_kv import CrystalKV
 from minithink.ref.lrfu import hit_set
+from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
 from minithink.results.progress import progress
 from minithink.stream import Stream
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Generate, count, write, print, draw."""
     if args.plot is not None:
         need_matplotlib()
+        record.check(args.plot / "picture.svg", "--plot")
     engine, problems, result = runs.begin(args, "budgets", argv)
     texts, policy = generate(engine, problems, Watched(budget=args.budget), args)
     result["measurements"] = measured(texts, policy, args.budget)

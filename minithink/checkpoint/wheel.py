@@ -70,7 +70,7 @@ def recognize(path: Path, wheels: Sequence[Wheel]) -> Wheel:
                 digest.update(block)
                 left -= len(block)
     except OSError as error:
-        raise MinithinkError(f"{escaped(path)} cannot be read: {reason(error)}.") from None
+        raise MinithinkError(f"{escaped(path)} cannot be read: {reason(error)}; give another --wheel.") from None
     if not candidates:
         due = " or ".join(f"{wheel.size:,}" for wheel in wheels)
         raise MinithinkError(

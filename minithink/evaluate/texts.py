@@ -237,7 +237,10 @@ def _content(path: Path) -> str:
     try:
         data = read_bytes(path)
     except OSError as error:
-        raise UsageError(f"The text {name} cannot be read: {reason(error)}.") from None
+        raise UsageError(
+            f"The text {name} cannot be read: {reason(error)}; --texts takes a text file, a .jsonl file, a folder, "
+            "stdlib or reference."
+        ) from None
     if 0 in data:
         raise UsageError(f"{name} is no text, but a binary file (byte {data.index(0)} is 0): leave it out.")
     try:

@@ -76,3 +76,14 @@ def test_the_command(tmp_path, monkeypatch):
     assert 0 < m["moved"] < 1
     assert sum(map(sum, m["budgets"])) == 100 * 32
     assert (tmp_path / "budgets.svg").stat().st_size > 2000
+
+
+def test_a_place_of_pictures_is_refused_before_a_text_is_generated(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(budgets, "generate", lambda *_: pytest.fail("texts were generated"))
+    file = tmp_path / "file"
+    file.touch()
+    output = str(tmp_path / "budgets.json")
+    words = ["budgets", "--limit", "1", "--device", "cpu", "--output", output, "--plot", str(file)]
+    assert __main__.main(words) == 1
+    assert "give another --plot" in capsys.readouterr().err

@@ -282,7 +282,7 @@ def test_a_long_text_is_tokenized_as_far_as_it_is_needed(model: Path, monkeypatc
         (b"ab\x00c", {}, r"t.txt is no text, but a binary file \(byte 2 is 0\)"),
         (b"ab\xff", {}, r"t.txt is no text \(byte 2 is not UTF-8\)"),
         (b"a b", {}, "t.txt has 3 tokens, of which the first 9 are the prompt"),
-        (None, {}, "t.txt cannot be read: No such file"),
+        (None, {}, "t.txt cannot be read: No such file or directory; --texts takes a text file"),
         (b"a b c d " * 50, {"length": CONTEXT + 1}, f"--length is {CONTEXT + 1} tokens, and the model's context"),
         (b"a b c d " * 50, {"policies": "wndow"}, "did you mean window"),
         (b"a b c d " * 50, {"policies": "kivi"}, "None of the policies kivi leaves its budget open"),
