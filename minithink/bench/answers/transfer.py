@@ -38,6 +38,7 @@ from minithink.evaluate.rank_correlation import interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.results.figures import drawing, need_matplotlib
 from minithink.results.pooled import need
+from minithink.tasks import families
 
 TRANSFERS: dict[str, Transfer] = collected("TRANSFERS")
 ANSWERS = "answers"
@@ -57,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--plot", type=location, metavar="FILE", help="draw the right answers of the last model by all else, as SVG"
     )
-    either.add_argument(
-        "--settings", action="store_true", help="print what the validation problems of the last model choose"
-    )
+    either.add_argument("--settings", action="store_true", help="print what the validation problems choose")
     add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
     pool.add_results_argument(parser)
@@ -153,6 +152,45 @@ class Source:
                     row["above"] = difference(run.row["losses"], full[texts].row["losses"])
             rows.append(row)
         return self._about([*found.values()]) | {"measurements": rows, "complete": len(found) == len(wanted)}
+
+    def settings(self) -> Result:
+        """All settings that were tried, in the order of the tries: a row each, of all families together, with its
+        test against the first policy that others are tested against. Beside it
+
+            setting     the policy as Markdown, bold if it has the most right answers of its name
+            by_family   family → share of right answers
+            first       right answers on the test problems of the first model at this budget; None: not measured
+
+        result["ranks"] is the rank correlation of all names' first settings with that column.
+        """
+        name = self.one.settings
+        wanted = wanted_of(replace(SWEEPS[name], checkpoint=self.one.tuned[1]))
+        result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
+        runs = [*shown(name, self.where, wanted, self.runs).values()]
+        by_cell = dict[Cell, list[Row]]()
+        for m in result["measurements"]:
+            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
+        rows = {cell: together(*cell, own) | {"tests": {}} for cell, own in by_cell.items()}
+        add_tests([row for row in rows.values() if row["budget"] is not None], right_of(runs), self.one.beside[:1])
+        best_of = chosen(self)
+        first = first_of(self.one)
+        elsewhere = {cell: fmean(right) for cell, right in right_of(self.answers_of(first)).items()}
+        tried = list[dict[str, Any]]()
+        for named, texts in self.one.tries.items():
+            for text in texts:
+                for cell in (cell for cell in rows if cell[0] == text):
+                    row = rows[cell] | {"first": elsewhere.get(cell)}
+                    row["by_family"] = {m["family"]: m["pass_at_1"] for m in by_cell[cell]}
+                    row["setting"] = f"**`{text}`**" if best_of.get(named) == text else f"`{text}`"
+                    tried.append(row)
+        firsts = {texts[0] for texts in self.one.tries.values()}
+        both = [row for row in tried if row["policy"] in firsts and row["budget"] and row["first"] is not None]
+        mine = [row["right"] for row in both]
+        theirs = [row["first"] for row in both]
+        low, high = interval(mine, theirs) or (None, None)
+        ranks = {"rho": spearman(mine, theirs), "low": low, "high": high, "policies": len(both)}
+        about = result["settings"] | {"first": first}
+        return result | {"measurements": tried, "ranks": ranks, "settings": about}
 
     def answers_of(self, model: str) -> list[Run]:
         """The runs of answers of one model; an empty list if there are none."""
@@ -284,10 +322,16 @@ def said_of(what: tuple[str, str]) -> str:
     return f"{model}, {kind if kind == ANSWERS else f'loss of {kind}'}"
 
 
+def first_of(one: Transfer) -> str:
+    """The first model of a comparison."""
+    return next(iter(one.models))
+
+
 def chosen(source: Source) -> dict[str, str]:
-    """Name → the setting that has the most right answers on the validation problems of the last model."""
-    *_, model = source.one.models
-    runs = source.runs_of(source.one.settings, model)
+    """Name → the setting that has the most right answers on the validation problems."""
+    name = source.one.settings
+    wanted = wanted_of(replace(SWEEPS[name], checkpoint=source.one.tuned[1]))
+    runs = [*shown(name, source.where, wanted, source.runs).values()]
     for run in runs:
         need(run, ("policy", "pass_at_1"), source.where / pool.FILE)
     rows = [run.row for run in runs]
@@ -354,6 +398,26 @@ def said_below_ranks(result: Result) -> list[str]:
     return [" ".join(text), ""]
 
 
+def said_of_settings(result: Result) -> list[str]:
+    """What the columns mean, and how the order agrees with that of the first model."""
+    ranks = result["ranks"]
+    about = result["settings"]
+    text = [
+        f"{about['limit']} {about['split']} problems of each family. Bold: the setting that is chosen. Less: the "
+        "difference in points, its 95 % interval (bootstrap over problems), and the probability of McNemar's exact "
+        "test, corrected by Holm for all tests of this table. Bytes: the mean of peaks, of the full cache's. Test, "
+        f"{about['first']}: the same setting on that model's test problems.",
+    ]
+    if ranks["rho"] is not None:
+        spread = "" if ranks["low"] is None else f" ({ranks['low']:+.2f} to {ranks['high']:+.2f})"
+        text.append(
+            f"The rank correlation of this table with that column is {ranks['rho']:+.2f}{spread}, over the "
+            f"{ranks['policies']} policies whose first setting was measured on both; the interval is the bootstrap's "
+            "over policies."
+        )
+    return [" ".join([*text, *said_of_commits(result)]), ""]
+
+
 def with_budget(result: Result) -> list[Row]:
     """Rows of policies with a budget, best first over all budgets."""
     rows = [m for m in result["measurements"] if m["budget"] is not None]
@@ -387,6 +451,18 @@ def tables_of(one: Transfer) -> dict[str, Table]:
             rows=without_budget,
             said=said_of_tests,
         ),
+        "settings": Table(
+            (
+                ("setting", "setting", "{}"),
+                ("budget", "budget", "{:share}"),
+                *((family, f"by_family.{family}", "{:.0%}") for family in families()),
+                ("all", ("right", "low", "high"), SPREAD),
+                *of_tests(one.beside[:1]),
+                *ends,
+                (f"test, {first_of(one)}", "first", "{:.1%}"),
+            ),
+            said=said_of_settings,
+        ),
         "losses": Table(
             (policy, ("budget", lambda m: m["budget"] or 0, "{:share}")),
             across="family",
@@ -419,7 +495,7 @@ class Entry:
 
 
 def entries() -> dict[str, Entry]:
-    """All tables by name: NAME-right-MODEL, NAME-bits-MODEL and NAME-losses-MODEL, and NAME-ranks."""
+    """All tables by name: NAME-right-MODEL, NAME-bits-MODEL, NAME-losses-MODEL, NAME-settings-MODEL, NAME-ranks."""
     found = dict[str, Entry]()
     for name, one in TRANSFERS.items():
         tables = tables_of(one)
@@ -428,6 +504,7 @@ def entries() -> dict[str, Entry]:
             found[f"{name}-right-{model}"] = Entry(tables["right"], one, answers)
             found[f"{name}-bits-{model}"] = Entry(tables["bits"], one, answers)
             found[f"{name}-losses-{model}"] = Entry(tables["losses"], one, partial(Source.losses, model=model))
+        found[f"{name}-settings-{one.tuned[0]}"] = Entry(tables["settings"], one, Source.settings)
         found[f"{name}-ranks"] = Entry(tables["ranks"], one, Source.ranks)
     return found
 

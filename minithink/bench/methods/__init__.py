@@ -107,6 +107,7 @@ class Transfer:
     answers: str  # name of the Sweep
     losses: str  # name of the Sweep of losses
     settings: str  # name of the Sweep that tries the settings on validation problems
+    tuned: tuple[str, str]  # title and hash of the weights of the model on which they are tried
     tries: Mapping[str, Sequence[str]]  # name of a policy → its texts there, of which the best one is compared
     ranked: Mapping[str, str]  # name → text of the policies whose order is compared: one text of each
     beside: tuple[str, ...]  # policies that all others are tested against, at equal budgets

@@ -2,6 +2,7 @@
 
 python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
 python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
+python -m minithink.evaluate loss --texts FOLDER …           how long a policy reads (in docs/evaluate.md)
 python -m minithink.calibrate centers --model FOLDER         whether queries lie around a centre
 python -m minithink.calibrate thoughts --model FOLDER        whether sparsity tells thoughts apart
 python -m minithink.calibrate predictor --model FOLDER       whether hidden states tell what the answer reads
@@ -224,6 +225,28 @@ def predictor_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+def loss_times(result: Result) -> Iterable[Row]:
+    """Each policy's seconds, with how far it is above the full cache."""
+    rows = result["measurements"]
+    seconds = {(m["policy"], m["budget"]): m["tokens"] / m["tokens_per_second"] for m in rows}
+    for m in rows:
+        taken = seconds[m["policy"], m["budget"]]
+        above = difference_text(None if m["above"] is None else Above(**m["above"]))
+        times = taken / seconds[FULL, None]
+        yield {**m, "seconds": taken, "times": times, "above": above}
+
+
+def loss_times_said(result: Result) -> Iterable[str]:
+    """How many texts were read, and how long they are."""
+    rows = result["measurements"]
+    settings = result["settings"]
+    yield (
+        f"{settings['model']}, {rows[0]['texts']} texts of {settings['length']:,} tokens, read together; nothing "
+        "else ran on the GPU. Above the full cache: nats a token, with the 95 % interval by bootstrap over texts."
+    )
+    yield ""
+
+
 LAYERS = Table(
     (
         ("layer", "layer", "{}"),
@@ -303,6 +326,18 @@ TABLES = {
         rows=predictor,
         said=predictor_said,
         shipped=(TINY.parent / "smollm2-think" / "predictor.json",),
+    ),
+    "loss-speed": Table(
+        (
+            ("policy", "policy", "`{}`"),
+            ("budget", lambda row: budget_text(row["budget"]), "{}"),
+            ("seconds", "seconds", "**{:.1f}**"),
+            ("of the full cache's", "times", "{:.1f} ×"),
+            ("bytes of a text, mean", "kv_bytes_mean", "{:,.0f}"),
+            ("loss above full", "above", "{}"),
+        ),
+        rows=loss_times,
+        said=loss_times_said,
     ),
     **dict.fromkeys(ATTENTION, LAYERS),
 }

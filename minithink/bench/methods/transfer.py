@@ -121,6 +121,7 @@ TRANSFERS = {
         answers="transfer",
         losses="transfer-losses",
         settings="transfer-settings",
+        tuned=("backbone", "6703513649b7e356"),  # smollm2-think
         tries=TRIES,
         ranked={name: CHOSEN[name] for name in EVICTING},
         beside=(CHOSEN["random_attention"], CHOSEN["window"]),

@@ -39,7 +39,7 @@ ABOUT: dict[str, Any] = {
     "versions": {"torch": "2.9"},
     "command": "python -m minithink.bench sweep transfer",
 }
-ONE = replace(lists.TRANSFERS["transfer"], ranked=TEXTS, models=MODELS)
+ONE = replace(lists.TRANSFERS["transfer"], ranked=TEXTS, models=MODELS, tuned=("backbone", MODELS["backbone"]))
 
 
 def label_of(policy: str) -> str:
@@ -241,18 +241,18 @@ def test_the_tables_are_those_of_the_pool(where: Path, capsys: pytest.CaptureFix
     lines = page.read_text().splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("<!-- table:")]
     right, bits, losses, ranks = (lines[i + 1 :] for i in heads[1:])
-    beside = "less `random_attention:buffer=16` | less `window:protect_prompt=true`"
+    beside = f"less `random_attention:buffer=16` | less `{TEXTS['window']}`"
     assert right[0] == f"| policy | 25 %: right | {beside} | cut off | bytes | " + (
         f"50 %: right | {beside} | cut off | bytes |"
     )
-    assert right[2].startswith("| `rkv:buffer=16,protect_prompt=true` | **100.0%** (86.2% to 100.0%) | +87.5 (")
+    assert right[2].startswith(f"| `{TEXTS['rkv']}` | **100.0%** (86.2% to 100.0%) | +87.5 (")
     assert right[6].startswith("| `random_attention:buffer=16` | **12.5%** (4.3% to 31.0%) | – | -37.5 (")
     assert "p < 0.001" in right[2]
     assert "8 test problems of each family. Less: the difference in points" in right[8]
     assert [line.partition(" | ")[0] for line in bits[2:4]] == ["| `full`", f"| `{FORMAT}`"]
     assert "| less `full` |" in bits[0]
     assert losses[0] == "| policy | budget | reference: above full | bytes | texts: above full | bytes |"
-    assert "| `h2o:protect_prompt=true` | 25 % | +0.2200 (" in "\n".join(losses)
+    assert f"| `{TEXTS['h2o']}` | 25 % | +0.2200 (" in "\n".join(losses)
     assert "| `full` | – | – | 100.0% | – | 100.0% |" in losses
     assert ranks[2].startswith("| embedded, answers | ")
     assert any(line.startswith("| embedded, answers | backbone, answers | **") for line in ranks)
@@ -325,3 +325,48 @@ def test_settings_are_chosen_on_validation_problems(where: Path, capsys: pytest.
     out = capsys.readouterr().out
     first = {name: texts[0] for name, texts in lists.TRIES.items()} | {"h2o": lists.TRIES["h2o"][2]}
     assert out == "".join(f'    "{name}": "{text}",\n' for name, text in first.items())
+
+
+def test_the_table_of_settings(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen setting is bold, each is tested against the first policy of `beside`, and the first model's right
+    answers stand beside those that it has."""
+    names = ("random_attention", "h2o", "rkv", "tova")
+    tries = {name: lists.TRIES[name] for name in names}
+    one = replace(ONE, tries=tries)
+    tried = tuple(text for texts in tries.values() for text in texts)
+    settings = replace(sweep.SWEEPS["transfer-settings"], policies=tried)
+    monkeypatch.setitem(sweep.SWEEPS, "transfer-settings", settings)
+    machine = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    best = lists.TRIES["h2o"][2]
+    order = ("full", *(lists.TRIES[name][0] for name in names), best)  # the last one is right most often
+    runs = []
+    for key in sweep.wanted_of(replace(settings, checkpoint=MODELS["backbone"])):
+        count = order.index(key["policy"]) if key["policy"] in order[1:] else 0
+        right = "1" * count + "-" * (PROBLEMS - count)
+        row: dict[str, Any] = {"policy": key["policy"], "budget": key["budget"], "kv_bytes_peak": 100.0}
+        row |= {"pass_at_1": count / PROBLEMS, "generated_mean": 9.0, "samples": PROBLEMS, "counts": None}
+        row |= {"cut_off": 0.0, "looped": 0.0, "recall": None, "needed_kept": None}
+        row |= {"pass_at_1_low": 0.0, "pass_at_1_high": 1.0}
+        source = pool.source_of(key["policy"], "reference")
+        runs.append(pool.Run(key | machine, source, row, [], [1, 1], **ABOUT, right=right))
+    pool.add(where, runs)
+    result = transfer.Source(one, where).settings()
+    rows = {row["policy"]: row for row in result["measurements"]}
+    assert [*rows] == [text for text in tried if text in rows]
+    assert [text for text, row in rows.items() if row["setting"] == f"**`{text}`**"] == [
+        tries["random_attention"][0],
+        best,
+        tries["rkv"][0],
+        tries["tova"][0],
+    ]
+    assert rows[best]["by_family"] == dict.fromkeys(families(), 5 / PROBLEMS)
+    (test,) = rows[best]["tests"].values()
+    others = [row["right"] for row in rows.values()]
+    assert test["less"] == pytest.approx(4 / PROBLEMS)
+    assert test["corrected"] >= test["p"]
+    assert others.count(0) == len(tried) - len(order) + 1
+    known = {name for name in names if rows[tries[name][0]]["first"] is not None}
+    shown = {name for name in names if tries[name][0] == TEXTS[name]}
+    assert known == shown
+    assert result["ranks"]["policies"] == len(known)
+    assert result["settings"]["first"] == "embedded"

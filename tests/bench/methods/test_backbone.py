@@ -124,6 +124,7 @@ def test_the_tables_are_there() -> None:
         "backbone-centers",
         "backbone-thoughts",
         "backbone-predictor",
+        "loss-speed",
         "backbone-attention",
         "embedded-attention",
     }
@@ -179,3 +180,18 @@ def test_the_predictor_by_texts_that_it_has_learned_from_and_then_by_family() ->
         "| 90 texts | facts: 8 texts | 0.50 | 0.25 | **25%** | 50% |",
     ]
     assert lines[5] == ""
+
+
+def test_loss_speed_compares_seconds_with_the_full_cache() -> None:
+    above = {"texts": 2, "loss": 3.5, "mean": 0.5, "low": 0.25, "high": 0.75}
+    row = {"texts": 2, "tokens": 3000, "kv_bytes_mean": 1e6}
+    rows = [
+        {**row, "policy": "full", "budget": None, "above": None, "tokens_per_second": 600.0},
+        {**row, "policy": "thinkv", "budget": 0.25, "above": above, "tokens_per_second": 200.0},
+    ]
+    result = head("loss", "backbone", "b" * 16) | {"measurements": rows}
+    result["settings"]["length"] = 1536
+    lines = lines_of(TABLES["loss-speed"], result)
+    assert "| `full` | – | **5.0** | 1.0 × | 1,000,000 | – |" in lines
+    assert "| `thinkv` | 25 % | **15.0** | 3.0 × | 1,000,000 | +0.5000 (+0.2500 to +0.7500) |" in lines
+    assert any(line.startswith("backbone, 2 texts of 1,536 tokens, read together") for line in lines)

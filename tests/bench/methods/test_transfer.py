@@ -23,8 +23,9 @@ def test_every_policy_is_compared_with_equally_many_tries() -> None:
 def test_policies_of_few_bits_have_the_settings_of_their_parts() -> None:
     for name in ("rkv", "random_attention"):
         assert f"{lists.CHOSEN[name]}+quant:fmt=nvfp4" in lists.ALL
-    others = ("tbq:precision=R4E4T4", "thinkv:types=1", "kivi", "kivi:bits=4", "crystal_kv", "crystal_kv:birth=0")
-    assert set(others) <= set(lists.ALL)
+    chosen = (lists.CHOSEN[name] for name in ("thinkv:types=1", "kivi", "kivi:bits=4", "crystal_kv"))
+    others = ("tbq:precision=R4E4T4", "crystal_kv", "crystal_kv:birth=0")
+    assert {*chosen, *others} <= set(lists.ALL)
 
 
 def test_the_order_is_of_policies_that_evict() -> None:
