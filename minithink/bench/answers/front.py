@@ -133,7 +133,7 @@ def result_of(source: Source, model: str) -> Result:
         "model": model,
         "weights": wanted[0]["checkpoint"],
         "families": families,
-        "too_few": sorted({m["family"] for m in result["measurements"]} - set(families)),
+        "too_few": sorted({key["dataset"] for key in wanted} - set(families)),
         "lacking": lacking(wanted, by_cell),
         "beside": source.one.beside[0],
         "steps": steps,

@@ -209,6 +209,8 @@ def test_a_family_with_few_runs_is_left_out_and_named(tmp_path: Path) -> None:
     assert all(not row["lacks"] for row in found["measurements"])
     assert "Too few policies have run on `search`, which is not shown." in "\n".join(lines_of(found))
     assert "search" not in lines_of(found, "methods-families")[0]
+    none = result_of(without(runs_of(), lambda family, _, __: family == "search"), tmp_path)
+    assert "Too few policies have run on `search`, which is not shown." in "\n".join(lines_of(none))
     runs = without(runs_of(), lambda _, name, __: name == "full")
     with pytest.raises(MinithinkError, match="no run of the full cache on backbone, of which bytes are shares"):
         result_of(runs, tmp_path)
