@@ -32,7 +32,7 @@ from minithink.cli.commands import Parser, exit_code, positive
 from minithink.cli.models import add_model_arguments, model_options
 from minithink.config import ModelConfig
 from minithink.engine import Engine, load
-from minithink.errors import MinithinkError, UsageError, escaped
+from minithink.errors import MinithinkError, UsageError, counted, escaped
 from minithink.kv.checks import lane_name
 from minithink.kv.contract import Policy
 from minithink.kv.manager import KVManager
@@ -244,12 +244,12 @@ def memory(trial: Trial) -> str:
     assert isinstance(cache, KVManager)
     for step, _ in enumerate(trial.alone(cache)):
         owned = owned_bytes(cache)
-        counted = cache.ledger().total
-        if owned != counted:
+        in_ledger = cache.ledger().total
+        if owned != in_ledger:
             names = ", ".join(unnamed(cache.policy)) or "none that is an attribute of the policy"
             raise Fault(
-                f"at {said_of(step)}: tensors take {owned:,} bytes, and the ledger counts {counted:,}; `state` must "
-                f"name all that the policy keeps, and lacks: {names}"
+                f"at {said_of(step)}: tensors take {owned:,} bytes, and the ledger counts {in_ledger:,}; `state` "
+                f"must name all that the policy keeps, and lacks: {names}"
             )
     held = cache.ledger().payload
     cache.leave(0)
@@ -502,7 +502,8 @@ def _run(argv: list[str] | None) -> int:
     check_budget(policy, PROMPT)
     engine.try_out(engine.bind(copy.deepcopy(policy)))
     trial = trial_of(engine, policy, args.tokens)
-    print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and {len(trial.text):,} that follow")
+    length = counted(len(trial.text), "token")
+    print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and a text of {length}")
     verdicts = check(trial)
     for name, verdict, said in verdicts:
         print(f"{name:10} {verdict}: {escaped(said)}")

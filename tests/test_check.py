@@ -118,7 +118,7 @@ def test_all_laws_hold_for_a_good_policy(capsys: pytest.CaptureFixture[str]) -> 
     code, said = checked(capsys, "Good")
     assert code == 0, said
     lines = said.splitlines()
-    assert lines[0] == "mine.py:Good: a prompt of 24 tokens and 24 that follow"
+    assert lines[0] == "mine.py:Good: a prompt of 24 tokens and a text of 24 tokens"
     assert [line.split()[:2] for line in lines[1:-1]] == [
         [law, "holds:"] for law in ("budgets", "memory", "protection", "rows", "batches", "managers")
     ]

@@ -123,7 +123,8 @@ def summary(result: Mapping[str, Any]) -> Iterator[str]:
         f"within thirds of texts {found['chance_in_thirds']:.1f} (p = {found['p_in_thirds']:.2g})"
     )
     for n, shares in m["share_by_rows"].items():
-        yield f"|T| modes with {n:>2} rows averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
+        rows = "rows" if n != "1" else "row "  # columns stay below each other
+        yield f"|T| modes with {n:>2} {rows} averaged, by layer: " + " ".join(f"{share:4.0%}" for share in shares)
         noise = m["share_of_noise"][n]
         yield "    by chance, in noise with the same spectrum:  " + " ".join(f"{share:4.0%}" for share in noise)
 

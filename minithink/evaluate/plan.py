@@ -117,7 +117,9 @@ class Cell(NamedTuple):
             return self.policy
         if isinstance(self.budget, ByteSize):
             return f"{self.policy} at {self.budget}"
-        return f"{self.policy} at {self.budget:,}" + (" tokens" if isinstance(self.budget, int) else "")
+        if isinstance(self.budget, int):
+            return f"{self.policy} at {counted(self.budget, 'token')}"
+        return f"{self.policy} at {self.budget:,}"
 
 
 def budgets(text: str) -> list[int | float | ByteSize]:

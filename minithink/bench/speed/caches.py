@@ -15,6 +15,7 @@ import torch
 
 from minithink.cli.commands import positive
 from minithink.engine import Engine, load
+from minithink.errors import UsageError
 from minithink.policies import load as load_policy
 from minithink.results import record
 from minithink.stream import Stream
@@ -53,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Measure, write after every line, print."""
+    if args.steps < BLOCK:
+        raise UsageError(f"--steps {args.steps} is less than a turn of {BLOCK} steps: give {BLOCK} or more.")
     torch.set_num_threads(1)
     result = record.new("caches", argv)
     result["settings"] = {"device": "cpu", "threads": 1, "steps": args.steps, "block": BLOCK}
