@@ -24,6 +24,7 @@ except ImportError:  # Windows has no such locks: two processes may open the sam
     fcntl = None  # type: ignore[assignment]
 
 DIGITS = 5  # that are kept of every measurement
+WIDTH = 240  # characters of a line that holds a whole list or object
 BLOCK = 2**20  # bytes that are read at once
 LARGEST = 2**28  # bytes of a file that is read whole: more than ten times a published tokenizer.json
 
@@ -282,11 +283,15 @@ def _finite(text: str) -> float:
 
 
 def dumps(value: Any, indent: str = "") -> str:
-    """JSON with two spaces of indentation, where a list of plain values takes one line."""
+    """JSON with two spaces of indentation. What fits into WIDTH characters takes one line; so does a list of plain
+    values."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     inner = indent + "  "
-    if isinstance(value, dict) and value:
+    if len(indent + line) <= WIDTH:
+        return line
+    if isinstance(value, dict):
         lines = [f"{inner}{json.dumps(k)}: {dumps(v, inner)}" for k, v in value.items()]
         return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
     if isinstance(value, list) and any(isinstance(v, (list, dict)) for v in value):
         return "[\n" + ",\n".join(inner + dumps(v, inner) for v in value) + f"\n{indent}]"
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return line

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from minithink.errors import MinithinkError
-from minithink.results.files import append, hold, is_held, loads, open_to_others, read_bytes, remove_held, replace
+from minithink.results.files import (
+    WIDTH,
+    append,
+    dumps,
+    hold,
+    is_held,
+    loads,
+    open_to_others,
+    read_bytes,
+    remove_held,
+    replace,
+)
 from tests.locks import before_the_lock
 
 
@@ -147,3 +159,14 @@ def test_json_with_numbers_that_json_does_not_know_is_refused() -> None:
             loads(text)
     with pytest.raises(ValueError, match="'-1e999' is too large"):
         loads("[-1e999]")
+
+
+def test_json_has_a_line_for_what_fits_into_one() -> None:
+    short = {"a": 1, "b": [1, {"c": 2}]}
+    assert dumps(short) == '{"a": 1, "b": [1, {"c": 2}]}'
+    long = {"plain": list(range(WIDTH)), "rows": [{"n": n, "text": "x" * 60} for n in range(4)], "end": None}
+    lines = dumps(long).splitlines()
+    assert lines[0] == "{"
+    assert lines[2:5] == ['  "rows": [', *(f'    {{"n": {n}, "text": "{"x" * 60}"}},' for n in (0, 1))]
+    assert lines[-2:] == ['  "end": null', "}"]
+    assert json.loads(dumps(long)) == long

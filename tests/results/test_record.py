@@ -56,7 +56,7 @@ def test_a_result_comes_back_as_it_was(tmp_path) -> None:
     }
     record.write(tmp_path / "x.json", result)
     text = (tmp_path / "x.json").read_text()
-    assert '[1, "x ["],\n' in text, "a row takes one line"
+    assert text.count("\n") == 1, "what fits into one line takes one"
     want = json.loads(json.dumps(result).replace("1.23456789", "1.2346").replace("NaN", "null"))
     assert record.read(tmp_path / "x.json") == want
     assert list(record.read(tmp_path / "x.json")) == list(result)
