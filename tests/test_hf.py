@@ -803,3 +803,15 @@ def test_policies_that_read_text_and_calibrations_do_as_in_the_engine(text: str,
     [report] = cache.report().sequences
     assert report.bytes == stream.result.kv_bytes
     assert report.evicted == stream.result.kv_evicted > 0 or text == "seal"
+
+
+def test_the_page_s_example_on_the_embedded_model(monkeypatch, capsys):
+    """It runs in the root of a checkout. Which tokens come may depend on the machine, so lengths are not compared."""
+    root = Path(__file__).parents[1]
+    page = (root / "docs" / "hf.md").read_text(encoding="utf-8")
+    [code] = [block for block in page.split("```python\n")[1:] if "minithink/assets/tiny" in block]
+    monkeypatch.chdir(root)
+    exec(compile(code.partition("```")[0], "docs/hf.md", "exec"), {})
+    said = capsys.readouterr().out.splitlines()
+    shown = page.partition("```text\n")[2].partition("```")[0].splitlines()
+    assert (said[0], said[-1], len(said)) == (shown[0], shown[-1], len(shown))
