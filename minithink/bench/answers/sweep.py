@@ -132,6 +132,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
     if args.plot is not None:
         need_matplotlib()
+        record.check(args.plot / "picture.svg", "--plot")
     if args.plot is not None or args.recheck:
         losses.refuse(chosen, "--plot" if args.plot is not None else "--recheck")
     if args.limit and args.results == record.default_path("x").parent:

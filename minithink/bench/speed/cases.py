@@ -172,6 +172,7 @@ class Command:
             raise UsageError("--plot-only draws to the folder that --plot names: give it.")
         if args.plot is not None:
             need_matplotlib()
+            record.check(Path(args.plot, "picture.svg"), "--plot")
         if not args.plot_only:
             record.check(path)
             for method in dict.fromkeys(case.method for case in chosen if case.method != PEER):

@@ -434,6 +434,10 @@ def test_runs_are_drawn(tmp_path: Path, small: None, monkeypatch: pytest.MonkeyP
     pytest.importorskip("matplotlib")
     facts = ["--families", "facts"]
     words = [*words_of(tmp_path, "snapkv"), *facts]
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(sweep, "fill", lambda *_: pytest.fail("policies ran"))
+        assert main([*words, "--plot", str(tmp_path / "file")]) == 1, "nothing can be drawn there"
     assert main([*words, "--plot-only"]) == 2, "where to?"
     assert main([*words, "--plot-only", "--plot", str(tmp_path)]) == 1, "there is no run"
     assert main([*words, "--plot", str(tmp_path)]) == 0

@@ -618,11 +618,15 @@ def test_only_what_was_measured_alike_is_compared() -> None:
     assert compare.comparisons(goals, ms[:1]) == []
 
 
-def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both pictures, from the file alone, the same each time."""
     pytest.importorskip("matplotlib")
     output = tmp_path / "x.json"
     words = [*OPTIONS, "--output", str(output)]
+    (tmp_path / "file").touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(cases.Command, "measure", lambda *_: pytest.fail("cases ran"))
+        assert main([*words, "--plot", str(tmp_path / "file")]) == 1, "nothing can be drawn there"
     some = ["step/full/2", "step/thinkv/2/*", "step/rkv-every/2"]
     assert main([*words, "--plot", str(tmp_path), "--cases", *some]) == 0
     whole = record.read(output)
