@@ -29,7 +29,7 @@ def sentence(loaded: Loaded, prompt: Sequence[int], tokens: Sequence[int], polic
         policy: the name of the policy under which it ran; "": there was none.
     """
     dtype = str(loaded.dtype).removeprefix("torch.")
-    where = f"after {counted(len(prompt), 'prompt token')} and {len(tokens):,} that were generated"
+    where = f"after {counted(len(prompt), 'prompt token')} and {counted(len(tokens), 'generated one')}"
     return f"The logits are not finite {where}: {_cause(loaded, [*prompt, *tokens], policy, dtype)}."
 
 

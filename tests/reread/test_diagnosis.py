@@ -15,7 +15,7 @@ import torch
 from minithink import generate as cli
 from minithink.checkpoint.weights import save_checkpoint, tensors_of
 from minithink.engine import Engine, load
-from minithink.errors import NON_FINITE, MinithinkError
+from minithink.errors import NON_FINITE, MinithinkError, counted
 from minithink.reread.diagnosis import broken_weight, first_layer, sentence
 from minithink.sampling import NO_TOKEN
 from tests.fixtures_checkpoint import write_checkpoint
@@ -53,7 +53,7 @@ def test_a_weight_that_is_not_finite_is_named(engine_of: Engine, name: str, valu
     stream = engine_of.stream([OTHERS[0]], **NEW)
     assert list(stream) == []
     assert (stream.result.finish_reason, stream.result.token_ids, stream.result.text) == (NON_FINITE, [], "")
-    assert f"the weight {name} holds {count} numbers" in stream.diagnose()
+    assert f"the weight {name} holds {counted(count, 'number')} that" in stream.diagnose()
     assert stream.diagnose().startswith("The logits are not finite after 3 prompt tokens and 0 generated ones: ")
 
 
