@@ -1,12 +1,18 @@
-"""The tutorials are sound as files; that they run is for `tutorials/run.py`, which takes minutes."""
+"""The tutorials and their pages are sound as files; that they run is for `tutorials/run.py`, which takes minutes.
+
+Alone: pytest tests/test_tutorials.py
+"""
 
 from __future__ import annotations
 
 import ast
+import base64
 import importlib.util
+import io
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*"))
+PAGES = FOLDER.parent / "docs" / "tutorials"
 MARKER = re.compile(r"^# %%(?P<kind>.*)$")
 
 
@@ -133,12 +140,119 @@ def runner() -> Any:
     """The module tutorials/run.py."""
     for extra in ("jupytext", "nbclient", "ipykernel"):
         pytest.importorskip(extra, reason="the extra `tutorials` is not installed")
-    spec = importlib.util.spec_from_file_location("run_tutorials", FOLDER / "run.py")
+    return module("run")
+
+
+def module(name: str) -> Any:
+    """A module of the folder tutorials/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"tutorials_{name}", FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
-    run = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(run)
-    return run
+    found = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(FOLDER))  # run.py imports pages.py
+    try:
+        spec.loader.exec_module(found)
+    finally:
+        sys.path.remove(str(FOLDER))
+    return found
+
+
+def test_every_cell_stands_in_its_page_in_order(script: Path) -> None:
+    """Text as it is; code as its pages shorten it. Nothing is run for this."""
+    pages = module("pages")
+    page = (PAGES / f"{script.stem}.md").read_text("utf-8")
+    place = 0
+    for cell in read(script)[1]:
+        if cell.markdown:
+            wanted = pages.relinked("\n".join(line[2:] for line in cell.source.split("\n")))
+        else:
+            wanted = f"```python\n{pages.shortened(cell.source)}\n```"
+        place = page.find(f"{wanted}\n", place)
+        assert place >= 0, (
+            f"{script.name}:{cell.line} is not in its page: python tutorials/run.py --pages {script.name}"
+        )
+        place += len(wanted)
+
+
+def test_every_page_has_its_tutorial_and_its_pictures() -> None:
+    assert [path.stem for path in sorted(PAGES.glob("*.md"))] == [path.stem for path in SCRIPTS]
+    pictures: list[str] = []
+    for page in sorted(PAGES.glob("*.md")):
+        shown = re.findall(r"^!\[(.+)\]\((\S+\.png)\)$", page.read_text("utf-8"), re.MULTILINE)
+        assert shown, f"{page.name} shows no picture"
+        assert all(name.startswith(f"{page.stem}-") for _, name in shown)
+        pictures += [name for _, name in shown]
+    assert sorted(pictures) == sorted(path.name for path in PAGES.glob("*.png"))
+
+
+def test_pages_name_no_path_of_a_machine_and_no_error(script: Path) -> None:
+    page = (PAGES / f"{script.stem}.md").read_text("utf-8")
+    assert not re.findall(r"(?<![\w:/.])(?:/home|/tmp|/work|/root|/Users|[A-Z]:\\)\S*", page)
+    assert "Traceback (most recent" not in page
+    assert "\x1b" not in page, "a colour of the terminal"
+
+
+def test_pages_are_small() -> None:
+    """Everybody who clones the project fetches them, in every version."""
+    pages = module("pages")
+    sizes = {path.name: path.stat().st_size for path in PAGES.iterdir()}
+    assert all(size <= pages.LARGEST_PICTURE for name, size in sizes.items() if name.endswith(".png"))
+    assert sum(sizes.values()) <= pages.LARGEST
+
+
+@pytest.mark.parametrize(
+    ("code", "left"),
+    [
+        ("import torch\nx = 1", "# …\nx = 1"),
+        ("figure, axes = plt.subplots(2)\naxes[0].plot(x)\nplt.show()", "# …"),
+        ("for axis in axes:\n    axis.plot(x)\nprint(x)", "# …\nprint(x)"),
+        ("for axis in axes:\n    axis.plot(x)\n    print(x)", "for axis in axes:\n    axis.plot(x)\n    print(x)"),
+        ("def draw(axis):\n    axis.plot(x)\n\n\ny = 2", "# …\n\n\ny = 2"),
+        ("axes[0].plot(x)\ny = 2\nplt.show()", "# …\ny = 2\n# …"),
+        ("x = 1\nassert x\ny = 2", "x = 1\n# …\ny = 2"),
+        ("\n".join("x = 1" for _ in range(20)), "\n".join("x = 1" for _ in range(16)) + "\n# … 4 more lines"),
+        ("if x:\n    assert axis.plot(x)", "if x:\n    assert axis.plot(x)"),
+    ],
+)
+def test_pages_shorten_code(code: str, left: str) -> None:
+    assert module("pages").shortened(code) == left
+
+
+def test_links_of_a_tutorial_are_moved_to_its_page() -> None:
+    text = "[a](10_thinkv.py) [b](../docs/trace.md#x) [c](https://a.org/b) [d](README.md) `x[e](f)`"
+    moved = "[a](10_thinkv.md) [b](../trace.md#x) [c](https://a.org/b) [d](../../tutorials/README.md) `x[e](f)`"
+    assert module("pages").relinked(text) == moved
+
+
+def test_a_page_shows_what_cells_printed_and_drew() -> None:
+    """Without colours and progress bars; a page says which outputs depend on the machine."""
+    nbformat = pytest.importorskip("nbformat", reason="the extra `tutorials` is not installed")
+    image = pytest.importorskip("PIL.Image", reason="the extra `tutorials` is not installed")
+    written = io.BytesIO()
+    image.new("RGB", (8, 8), "white").save(written, "png")
+    picture = {"image/png": base64.b64encode(written.getvalue()).decode(), "text/plain": "<Figure>"}
+    v4 = nbformat.v4
+    outputs = [
+        v4.new_output("stream", name="stdout", text="0 %\r100 %\n\x1b[1mbold\x1b[0m took 3.5 ms\n"),
+        v4.new_output("stream", name="stdout", text=f"wrote {tempfile.gettempdir()}/tmpx_7/run/a\n"),
+        v4.new_output("stream", name="stderr", text="a warning"),
+        v4.new_output("display_data", data=picture),
+        v4.new_output("display_data", data=picture),
+    ]
+    cells = [
+        v4.new_markdown_cell("# 1. Title\n\n## The `idea`"),
+        v4.new_code_cell("axis.set(xlabel='steps')\ny = 1", outputs=outputs),
+        v4.new_code_cell("print(7)", outputs=[v4.new_output("stream", name="stdout", text="7\n" * 22)]),
+    ]
+    text, pictures = module("pages").page(v4.new_notebook(cells=cells), "01_a", "2 cores", 7.4)
+    assert list(pictures) == ["01_a-1.png"], "the second picture is left out"
+    assert "![The idea: steps](01_a-1.png)\n\n*Here the tutorial draws a picture" in text
+    assert "```text\n100 %\nbold took 3.5 ms\nwrote FOLDER/run/a\n```" in text
+    assert "a warning" not in text
+    assert "<Figure>" not in text
+    assert text.count("*Times and speeds are those of the machine named above.*") == 1
+    assert "a run of 7 s on 2 cores." in text
+    assert text.endswith("```text\n" + "7\n" * 20 + "… 2 more lines\n```\n")
 
 
 def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ print(
 # longer cache has a larger share of tokens without attention. So types on this small model are in part *early, middle
 # and late*. A fair comparison exchanges the words among segments of the same text, or better of the same third of a
 # text, many times. With the 60 texts of the calibration χ² is 36. After exchanges within texts it is 6 on average,
-# within thirds 23, so the place in the text gives most of it ([docs/calibration.md](../docs/calibration.md)). Four
+# within thirds 23, so the place in the text gives most of it (`docs/calibration.md`). Four
 # texts are too few to tell.
 #
 # That is no verdict on the paper, whose models are a thousand times as large. For us it means: on this model we can

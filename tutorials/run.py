@@ -3,6 +3,7 @@
 python tutorials/run.py                        all of them
 python tutorials/run.py 01_decoder.py          some of them
 python tutorials/run.py --output executed      keep the executed notebooks
+python tutorials/run.py --pages                write docs/tutorials, where they are read without running them
 python tutorials/run.py --jobs 1               one after the other, not one for each core
 """
 
@@ -16,10 +17,12 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import jupytext
 import nbformat
+import pages
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
@@ -39,7 +42,20 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpec(argv=argv, display_name="Python 3", language="python", name="python3")
 
 
-def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
+class ForPages(ThisInterpreter):
+    """A kernel that draws in the resolution of the pages."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        spec = super().kernel_spec
+        options = {"dpi": pages.DPI, "bbox_inches": "tight"}
+        spec.argv.append(f"--InlineBackend.print_figure_kwargs={options}")
+        return spec
+
+
+def execute(
+    script: Path, folder: Path, kernel: type[ThisInterpreter] = ThisInterpreter
+) -> tuple[nbformat.NotebookNode, str]:
     """Run a tutorial in the empty `folder` → the notebook with its outputs, and what went wrong ("": nothing)."""
     notebook = jupytext.read(script, fmt="py:percent")
     end = time.monotonic() + TIMEOUT
@@ -47,7 +63,7 @@ def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
         notebook,
         timeout_func=lambda cell: max(1, end - time.monotonic()),
         kernel_name="python3",
-        kernel_manager_class=ThisInterpreter,
+        kernel_manager_class=kernel,
         resources={"metadata": {"path": str(folder)}},
     )
     try:
@@ -62,11 +78,13 @@ def execute(script: Path, folder: Path) -> tuple[nbformat.NotebookNode, str]:
     return notebook, ""
 
 
-def run_alone(script: Path) -> tuple[nbformat.NotebookNode, str, float]:
+def run_alone(
+    script: Path, kernel: type[ThisInterpreter] = ThisInterpreter
+) -> tuple[nbformat.NotebookNode, str, float]:
     """Run a tutorial in a temporary folder → as `execute`, and the seconds that it took."""
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        notebook, error = execute(script, Path(folder))
+        notebook, error = execute(script, Path(folder), kernel)
     return notebook, error, time.perf_counter() - began
 
 
@@ -85,6 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the tutorials as notebooks.")
     parser.add_argument("scripts", nargs="*", metavar="FILE", help="tutorials to run (default: all)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="keep the executed notebooks here")
+    parser.add_argument("--pages", action="store_true", help="write docs/tutorials")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="at once (default: cores)")
     options = parser.parse_args(argv)
     if importlib.util.find_spec("minithink") is None:  # not installed: use the checkout around this file
@@ -92,12 +111,15 @@ def main(argv: list[str] | None = None) -> int:
 
     failed = 0
     scripts = chosen(options.scripts)
+    run = partial(run_alone, kernel=ForPages if options.pages else ThisInterpreter)
     with ProcessPoolExecutor(max(1, min(options.jobs, len(scripts)))) as pool:
-        for script, (notebook, error, seconds) in zip(scripts, pool.map(run_alone, scripts), strict=True):
+        for script, (notebook, error, seconds) in zip(scripts, pool.map(run, scripts), strict=True):
             print(f"{'FAILED' if error else 'ok':6} {script.name:24} {seconds:6.1f} s", flush=True)
             if error:
                 failed += 1
                 print(error, file=sys.stderr, flush=True)
+            elif options.pages:
+                pages.write(notebook, script.stem, pages.machine(), seconds)
             if options.output is not None:
                 options.output.mkdir(parents=True, exist_ok=True)
                 nbformat.write(notebook, options.output / f"{script.stem}.ipynb")

@@ -1,0 +1,194 @@
+"""Write an executed tutorial as a page: its text and code, what its cells printed, and its pictures.
+
+The pages are docs/tutorials/NN_name.md, made by `python tutorials/run.py --pages`. Three things keep them small.
+Imports, checks and lines that only draw are left out, long cells and outputs are cut, and only some pictures are
+shown.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import io
+import os
+import re
+import tempfile
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "tutorials"
+COLOURS = 32  # of a picture's palette
+DPI = 80
+LARGEST_PICTURE = 40_000  # bytes
+LARGEST = 400 * 1024  # bytes of all pages and pictures: everybody who clones the project fetches them
+LEFT_OUT = "# …"  # takes the place of code
+LONGEST_CODE = 16  # lines of a cell
+LONGEST_OUTPUT = 20  # lines
+# The pictures that a page shows, counted from 1: the first, which carries the idea, and where it says more, others.
+FIRST = (1,)
+SHOWN: dict[str, tuple[int, ...]] = {}
+NOT_SHOWN = "*Here the tutorial draws a picture, which this page leaves out. Run the tutorial to see it.*"
+OF_THE_MACHINE = "*Times and speeds are those of the machine named above.*"
+DRAWS = {"plt", "figure", "axis", "axes", "legend", "spine", "image"}  # names of what is drawn on
+TIMES = re.compile(r"\d\s*(?:ms|µs|us|s)\b|\b(?:ms|seconds|minutes|GB/s|tokens/s)\b")
+
+
+def relinked(text: str) -> str:
+    """A text of a tutorial for its page: relative links start at docs/tutorials, and lead to pages of tutorials."""
+
+    def moved(link: re.Match[str]) -> str:
+        target = link[1]
+        if target is None or re.match(r"[a-z]+:|#", target):
+            return link[0]
+        file, mark, anchor = target.partition("#")
+        if re.fullmatch(r"\d\d_\w+\.py", file):
+            return f"]({file.removesuffix('.py')}.md{mark}{anchor})"
+        path = os.path.normpath(PurePosixPath("tutorials") / file)
+        return f"]({PurePosixPath(os.path.relpath(path, 'docs/tutorials'))}{mark}{anchor})"
+
+    return re.sub(r"`[^`]*`|\]\(([^)\s]+)\)", moved, text)  # not in code, such as `kernel[grid](x)`
+
+
+def draws(statement: ast.stmt) -> bool:
+    """Whether a statement only draws: it calls what is drawn on, and neither prints nor checks anything."""
+    if isinstance(statement, ast.Expr | ast.Assign):
+        return isinstance(statement.value, ast.Call) and root(statement.value) in DRAWS
+    if not isinstance(statement, ast.For | ast.If | ast.FunctionDef):
+        return False
+    inner = list(ast.walk(statement))
+    called = {root(node) for node in inner if isinstance(node, ast.Call)}
+    checks = any(isinstance(node, ast.Assert) for node in inner)
+    return bool(called & DRAWS) and "print" not in called and not checks
+
+
+def root(expression: ast.expr) -> str:
+    """The name that an expression begins with: `axes` of `axes[0].plot(x)`."""
+    while isinstance(expression, ast.Call | ast.Attribute | ast.Subscript):
+        expression = expression.func if isinstance(expression, ast.Call) else expression.value
+    return expression.id if isinstance(expression, ast.Name) else ""
+
+
+def shortened(source: str) -> str:
+    """A cell's code for its page: `# …` takes the place of imports, checks, lines that only draw, and a long end."""
+    lines = source.split("\n")
+    for statement in reversed(ast.parse(source).body):
+        if draws(statement) or isinstance(statement, ast.Import | ast.ImportFrom | ast.Assert):
+            assert statement.end_lineno is not None
+            lines[statement.lineno - 1 : statement.end_lineno] = [LEFT_OUT]
+    text = "\n".join(lines)
+    text = re.sub(rf"^{LEFT_OUT}(\s*^{LEFT_OUT}$)+", LEFT_OUT, text, flags=re.MULTILINE)
+    return cut(text, LONGEST_CODE, LEFT_OUT)
+
+
+def cut(text: str, most: int, mark: str) -> str:
+    """The first lines of a text, and how many more there are."""
+    lines = text.split("\n")
+    if len(lines) <= most + 1:
+        return text
+    return "\n".join([*lines[:most], f"{mark} {len(lines) - most} more lines"])
+
+
+def alternative(source: str, title: str) -> str:
+    """What a picture shows, in words: its section, and the titles and labels that the cell's code names."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.keyword) or node.arg not in ("title", "xlabel", "ylabel"):
+            continue
+        if isinstance(node.value, ast.Constant) and node.value.value not in found:
+            found.append(node.value.value)
+    words = f"{title}: {'; '.join(found)}" if found else title
+    return re.sub(r"[\[\]`*]", "", words)
+
+
+def printed(output: dict[str, Any]) -> str:
+    """What a cell printed or returned, without colours and temporary folders.
+
+    A picture and messages on standard error give "".
+    """
+    if output["output_type"] == "stream":
+        text = output["text"] if output["name"] == "stdout" else ""
+    else:
+        data = output.get("data", {})
+        text = "" if "image/png" in data else data.get("text/plain", "")
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "FOLDER", text)
+    lines = [line.split("\r")[-1].rstrip() for line in text.strip("\n").split("\n")]
+    return cut("\n".join(lines), LONGEST_OUTPUT, "…")
+
+
+def small(png: bytes) -> bytes:
+    """A picture with a palette of few colours."""
+    from PIL import Image  # matplotlib needs it, so the extra `tutorials` has it
+
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    # MAXCOVERAGE keeps colours that differ, even rare ones: lines and dots are a small part of a picture.
+    few = picture.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    written = io.BytesIO()
+    few.save(written, "png", optimize=True)
+    return written.getvalue()
+
+
+def about(stem: str, machine: str, seconds: float) -> str:
+    """The sentences below the title: where the page is from, and what it leaves out."""
+    script = f"[`{stem}.py`](../../tutorials/{stem}.py)"
+    return (
+        f"*This page is the tutorial {script} after a run of {seconds:.0f} s on {machine}.\n"
+        "`python tutorials/run.py --pages` wrote it. It is shorter than the tutorial: `# …` stands for imports,\n"
+        "checks, lines that only draw and the end of long cells, and some of the pictures are left out.*"
+    )
+
+
+def page(notebook: Any, stem: str, machine: str, seconds: float) -> tuple[str, dict[str, bytes]]:
+    """The page of an executed notebook, and its pictures by file name."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    title = ""
+    count = 0
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            parts.append(relinked(cell.source))
+            titles = re.findall(r"^#+ (.+)$", cell.source, re.MULTILINE)
+            title = titles[-1] if titles else title
+            if len(parts) == 1:
+                parts.append(about(stem, machine, seconds))
+            continue
+        parts.append(f"```python\n{shortened(cell.source)}\n```")
+        text = "\n".join(filter(None, map(printed, cell.outputs)))
+        if text:
+            parts.append(f"```text\n{text}\n```")
+        words = alternative(cell.source, title)
+        for output in cell.outputs:
+            if "image/png" not in output.get("data", {}):
+                continue
+            count += 1
+            if count not in SHOWN.get(stem, FIRST):
+                parts.append(NOT_SHOWN)
+                continue
+            name = f"{stem}-{count}.png"
+            pictures[name] = small(base64.b64decode(output["data"]["image/png"]))
+            parts.append(f"![{words}]({name})")
+        if TIMES.search(text + words):
+            parts.append(OF_THE_MACHINE)
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def write(notebook: Any, stem: str, machine: str, seconds: float) -> None:
+    """Write the page and its pictures, and delete pictures of an earlier run."""
+    text, pictures = page(notebook, stem, machine, seconds)
+    for name, png in pictures.items():
+        if len(png) > LARGEST_PICTURE:
+            raise SystemExit(f"{name} has {len(png):,} bytes; at most {LARGEST_PICTURE:,}: make the picture simpler")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for old in FOLDER.glob(f"{stem}-*.png"):
+        old.unlink()
+    for name, png in pictures.items():
+        (FOLDER / name).write_bytes(png)
+    (FOLDER / f"{stem}.md").write_text(text, encoding="utf-8")
+
+
+def machine() -> str:
+    """The processor that the tutorials run on, as in "2 cores of AMD EPYC"."""
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+    return f"{os.cpu_count()} cores of {name[1] if name else 'an unnamed processor'}"
