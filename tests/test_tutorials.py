@@ -218,6 +218,39 @@ def test_pages_shorten_code(code: str, left: str) -> None:
     assert module("pages").shortened(code) == left
 
 
+def test_reading_time_is_of_words_and_lines_of_code() -> None:
+    pages = module("pages")
+    assert pages.reading_minutes(["word " * 300, "word " * 150], []) == 3
+    assert pages.reading_minutes([], ["x = 1\n\n" * 40, "y = 2"]) == 2
+    assert pages.reading_minutes([], ["import torch\nassert x\n" * 40 + "plt.show()"]) == 0
+
+
+def test_readme_says_how_long_a_tutorial_runs_and_is_read(script: Path) -> None:
+    """The time of the run that made its page, and the estimate for its text of today."""
+    pages = module("pages")
+    cells = read(script)[1]
+    texts = ["\n".join(line[2:] for line in cell.lines) for cell in cells if cell.markdown]
+    minutes = pages.reading_minutes(texts, [cell.source for cell in cells if not cell.markdown])
+    page = (PAGES / f"{script.stem}.md").read_text("utf-8")
+    [seconds] = re.findall(r"after a run of (\d+) s on", page)
+    readme = (FOLDER / "README.md").read_text("utf-8")
+    assert pages.with_times(readme, script.stem, float(seconds), minutes) == readme
+
+
+def test_a_row_without_times_is_refused() -> None:
+    with pytest.raises(SystemExit, match=r"no row of 13_new"):
+        module("pages").with_times("| 1 | [01_a.py](01_a.py) | x | 1 s | 2 min | |\n", "13_new", 1, 2)
+
+
+def test_path_of_the_readme_names_every_tutorial_once() -> None:
+    section = (FOLDER / "README.md").read_text("utf-8").partition("## Where to begin")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (an? \w+) \|(.*)\|.*\|$", section, re.MULTILINE)
+    assert [name for name, _ in rows] == ["an evening", "a weekend", "a week"]
+    named = [int(number) for _, row in rows for number in re.findall(r"\[(\d+)\]", row)]
+    assert named[:8] == [2, 7, 11, 12, 8, 3, 4, 10]
+    assert sorted(named) == [int(path.name[:2]) for path in SCRIPTS]
+
+
 def test_links_of_a_tutorial_are_moved_to_its_page() -> None:
     text = "[a](10_thinkv.py) [b](../docs/trace.md#x) [c](https://a.org/b) [d](README.md) `x[e](f)`"
     moved = "[a](10_thinkv.md) [b](../trace.md#x) [c](https://a.org/b) [d](../../tutorials/README.md) `x[e](f)`"

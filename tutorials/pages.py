@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "tutorials"
+README = ROOT / "tutorials" / "README.md"
 COLOURS = 32  # of a picture's palette
 DPI = 80
 LARGEST_PICTURE = 40_000  # bytes
@@ -25,6 +26,8 @@ LARGEST = 400 * 1024  # bytes of all pages and pictures: everybody who clones th
 LEFT_OUT = "# …"  # takes the place of code
 LONGEST_CODE = 16  # lines of a cell
 LONGEST_OUTPUT = 20  # lines
+WORDS_A_MINUTE = 150
+LINES_A_MINUTE = 20  # of code
 # The pictures that a page shows, counted from 1: the first, which carries the idea, and where it says more, others.
 FIRST = (1,)
 SHOWN: dict[str, tuple[int, ...]] = {}
@@ -70,15 +73,19 @@ def root(expression: ast.expr) -> str:
 
 
 def shortened(source: str) -> str:
-    """A cell's code for its page: `# …` takes the place of imports, checks, lines that only draw, and a long end."""
+    """A cell's code for its page: `essential`, and of that the first lines."""
+    return cut(essential(source), LONGEST_CODE, LEFT_OUT)
+
+
+def essential(source: str) -> str:
+    """A cell's code in which `# …` takes the place of imports, checks, and lines that only draw."""
     lines = source.split("\n")
     for statement in reversed(ast.parse(source).body):
         if draws(statement) or isinstance(statement, ast.Import | ast.ImportFrom | ast.Assert):
             assert statement.end_lineno is not None
             lines[statement.lineno - 1 : statement.end_lineno] = [LEFT_OUT]
     text = "\n".join(lines)
-    text = re.sub(rf"^{LEFT_OUT}(\s*^{LEFT_OUT}$)+", LEFT_OUT, text, flags=re.MULTILINE)
-    return cut(text, LONGEST_CODE, LEFT_OUT)
+    return re.sub(rf"^{LEFT_OUT}(\s*^{LEFT_OUT}$)+", LEFT_OUT, text, flags=re.MULTILINE)
 
 
 def cut(text: str, most: int, mark: str) -> str:
@@ -174,7 +181,7 @@ def page(notebook: Any, stem: str, machine: str, seconds: float) -> tuple[str, d
 
 
 def write(notebook: Any, stem: str, machine: str, seconds: float) -> None:
-    """Write the page and its pictures, and delete pictures of an earlier run."""
+    """Write the page and its pictures, delete pictures of an earlier run, and write the times into the README."""
     text, pictures = page(notebook, stem, machine, seconds)
     for name, png in pictures.items():
         if len(png) > LARGEST_PICTURE:
@@ -185,6 +192,34 @@ def write(notebook: Any, stem: str, machine: str, seconds: float) -> None:
     for name, png in pictures.items():
         (FOLDER / name).write_bytes(png)
     (FOLDER / f"{stem}.md").write_text(text, encoding="utf-8")
+    minutes = reading_minutes(
+        [cell.source for cell in notebook.cells if cell.cell_type == "markdown"],
+        [cell.source for cell in notebook.cells if cell.cell_type == "code"],
+    )
+    README.write_text(with_times(README.read_text("utf-8"), stem, seconds, minutes), encoding="utf-8")
+
+
+def reading_minutes(texts: list[str], codes: list[str]) -> int:
+    """How long one reads the text and code cells of a tutorial: an estimate, in minutes.
+
+    Imports, checks and lines that only draw are not counted.
+    """
+    words = sum(len(text.split()) for text in texts)
+    lines = 0
+    for code in codes:
+        lines += sum(1 for line in essential(code).split("\n") if line and line != LEFT_OUT)
+    return round(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
+
+
+def with_times(readme: str, stem: str, seconds: float, minutes: int) -> str:
+    """The text of tutorials/README.md in which a tutorial's row says how long it runs and is read."""
+    row = rf"^(\| \d+ \| \[{stem}\.py\].*) \| \d+ s \| \d+ min \| "
+    new, found = re.subn(row, rf"\1 | {seconds:.0f} s | {minutes} min | ", readme, flags=re.MULTILINE)
+    if found != 1:
+        raise SystemExit(
+            f"tutorials/README.md has no row of {stem} that says how long it runs: write it as the others"
+        )
+    return new
 
 
 def machine() -> str:
