@@ -8,23 +8,21 @@ values to it, and compare which tokens it keeps. The plain manager computes what
 docs/vectors.md shows a reader in numpy.
 
 Two sequences of unequal lengths run side by side through a decoder that is not there: their queries, keys, values and
-hidden states are drawn. A file has one policy, in safetensors. Its metadata has one entry, `minithink`, a JSON
-object:
-
-    version     of this form and these numbers
-    policy      as on a command line; `options` has all its options (of a stack, of each member)
-    config      layers, query_heads, kv_heads, head_dim, hidden
-    prompts     tokens of each prompt
-    think_ids   the tokens that open and close the think stage; both prompts end with the first
-    vocabulary  the texts of tokens
-    formats     of the storage
+hidden states are drawn. What goes in is the same for all policies and lies in one file, `inputs.safetensors`. What
+must come out has a file for each policy.
 
 For sequence i (0 and 1), with n tokens, L layers, and T = n − prompt + 1 passes (pass 0 reads the prompt, and pass t
-feeds generated token t), the tensors are:
+feeds generated token t), the tensors of the inputs are:
 
     i.q         [n, L, Hq, D] float32, i.k and i.v [n, L, Hkv, D]: rotated already. Attention divides by √D.
     i.tokens    [n] int64
-    i.hidden    [n, L + 1, d] float32: behind each layer, and the final norm; where the policy reads it
+    i.hidden    [n, L + 1, d] float32: behind each layer, and the final norm
+    predictor.j for DynTS: the weights of its predictor
+    centers.j   for TriAttention: `center` [L, Hq, D], `norm` [L, Hq, D/2] and `omega` float64 [D/2] of
+                `minithink/calibrate/centers.py`
+
+and those of a policy's file:
+
     i.kept      [T, Lt, Ht, n] bool: whether the token at a position is held after a pass. Lt and Ht are L and Hkv, or
                 1 where all layers or all heads keep the same tokens
     i.formats   [T, Lt, Ht, n] uint8, an index into `formats`; 255 where no token is held, or it waits in a buffer
@@ -33,9 +31,20 @@ feeds generated token t), the tensors are:
     i.decided   [m] int64, the passes after which the policy gave scores, and i.scores [m, Lt, Ht, n], NaN for tokens
                 without one: of policies that score tokens. Tokens with larger scores stay longer. Of policies that
                 draw lots, these are the lots
-    predictor.j of DynTS: its weights
-    centers.j   of TriAttention: `center` [L, Hq, D], `norm` [L, Hq, D/2] and `omega` float64 [D/2] of
-                `minithink/calibrate/centers.py`
+
+The metadata of a file has one entry, `minithink`, a JSON object:
+
+    version     of this form and these numbers
+    config      layers, query_heads, kv_heads, head_dim, hidden
+    prompts     tokens of each prompt
+    think_ids   the tokens that open and close the think stage; both prompts end with the first
+    vocabulary  the texts of tokens
+
+and in a policy's file also
+
+    policy      as on a command line; `options` has all its options (of a stack, of each member)
+    reads       which tensors of the inputs the policy reads
+    formats     of the storage
 
 Settings are small, so that something is evicted in 24 tokens. They are no recommendations.
 """
@@ -69,7 +78,8 @@ from minithink.results.files import replace
 from minithink.results.user_code import is_users
 
 PROGRAM = "minithink.vectors"
-VERSION = 1  # of the files; another one has other numbers, or another form
+VERSION = 2  # of the files; another one has other numbers, or another form
+INPUTS = "inputs"  # the name of the file of what goes in
 STEPS = 24  # generated tokens of each sequence
 PROMPTS = (7, 4)  # tokens
 CLOSES = 17  # the generated token that closes the think stage
@@ -297,14 +307,23 @@ class Run:
         ledger = self.cache.account(number)
         text.bytes.append([ledger.payload, ledger.scales])
 
+    def reads(self) -> list[str]:
+        """The tensors of the inputs that the policy reads, without the number of a sequence."""
+        found = ["q", "k", "v", "tokens"]
+        if any(demand.what & See.HIDDEN for demand in self.policy.demands):
+            found.append("hidden")
+        names = {member.name for member in members(self.policy)}
+        if "dynts" in names:
+            found.append("predictor")
+        if "triattention" in names:
+            found.append("centers")
+        return found
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the file."""
         found = dict[str, Tensor]()
         for number, text in enumerate(self.texts):
-            mine = {"q": text.q, "k": text.k, "v": text.v, "tokens": text.tokens}
-            if any(demand.what & See.HIDDEN for demand in self.policy.demands):
-                mine["hidden"] = text.hidden
-            mine["kept"] = torch.stack(text.kept)
+            mine = {"kept": torch.stack(text.kept)}
             if len(self.policy.storage.formats) > 1:
                 mine["formats"] = torch.stack(text.formats)
             mine["bytes"] = torch.tensor(text.bytes)
@@ -312,10 +331,6 @@ class Run:
                 mine["decided"] = torch.tensor(text.decided)
                 mine["scores"] = torch.stack(text.scores)
             found |= {f"{number}.{name}": tensor.contiguous() for name, tensor in mine.items()}
-        if any(member.name == "dynts" for member in members(self.policy)):
-            found |= {f"predictor.{j}": weight for j, weight in enumerate(self.known.predictor)}
-        if any(member.name == "triattention" for member in members(self.policy)):
-            found |= {f"centers.{name}": tensor for name, tensor in self.known.centers.items()}
         return found
 
 
@@ -358,8 +373,39 @@ def policy_of(text: str) -> Policy:
     return written.make(option="its name alone")
 
 
+def about_all() -> dict[str, Any]:
+    """The metadata that all files have."""
+    shape = config()
+    return {
+        "version": VERSION,
+        "config": {
+            "layers": shape.num_layers,
+            "query_heads": shape.num_heads,
+            "kv_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+            "hidden": shape.hidden_size,
+        },
+        "prompts": list(PROMPTS),
+        "think_ids": [OPEN, CLOSE],
+        "vocabulary": list(VOCABULARY),
+    }
+
+
+def inputs() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the metadata of what goes in."""
+    found = dict[str, Tensor]()
+    for number in range(len(PROMPTS)):
+        text = text_of(number)
+        mine = {"q": text.q, "k": text.k, "v": text.v, "tokens": text.tokens, "hidden": text.hidden}
+        found |= {f"{number}.{name}": tensor for name, tensor in mine.items()}
+    known = Known()
+    found |= {f"predictor.{j}": weight for j, weight in enumerate(known.predictor)}
+    found |= {f"centers.{name}": tensor for name, tensor in known.centers.items()}
+    return found, about_all()
+
+
 def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the metadata of a policy's file.
+    """The tensors and the metadata of a policy's file: what must come out.
 
     Args:
         text: the policy, as on a command line.
@@ -373,30 +419,13 @@ def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     with explaining():
         run = Run(policy)
         run.feed()
-    shape = config()
-    about: dict[str, Any] = {
-        "version": VERSION,
-        "policy": text,
-        "options": options,
-        "config": {
-            "layers": shape.num_layers,
-            "query_heads": shape.num_heads,
-            "kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "hidden": shape.hidden_size,
-        },
-        "prompts": list(PROMPTS),
-        "think_ids": [OPEN, CLOSE],
-        "vocabulary": list(VOCABULARY),
-        "formats": formats,
-    }
-    return run.tensors(), about
+    own = {"policy": text, "options": options, "reads": run.reads(), "formats": formats}
+    return run.tensors(), about_all() | own
 
 
-def write(path: Path, text: str) -> None:
-    """Write a policy's file. MinithinkError: it cannot be written. UsageError: as `vectors`."""
-    tensors, about = vectors(text)
-    content = save(tensors, metadata={"minithink": json.dumps(about, ensure_ascii=False)})
+def write(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write a file. MinithinkError: it cannot be written."""
+    content = save(dict(tensors), metadata={"minithink": json.dumps(about, ensure_ascii=False)})
     try:
         replace(path, content)
     except OSError as error:
@@ -423,11 +452,13 @@ def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     files = chosen(args.policies)
     for policy in files.values():
-        policy_of(policy)  # before anything is written
-    for name, policy in files.items():
+        policy_of(policy)  # a wrong name is told at once
+    contents = {INPUTS: inputs()} | {name: vectors(policy) for name, policy in files.items()}
+    for name, (tensors, about) in contents.items():
         path = args.output / f"{name}.safetensors"
-        write(path, policy)
-        print(f"{path}: {policy}, {path.stat().st_size:,} bytes")
+        write(path, tensors, about)
+        what = about.get("policy", "what goes into all of them")
+        print(f"{path}: {what}, {path.stat().st_size:,} bytes")
     return 0
 
 

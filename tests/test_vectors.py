@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from minithink.results.origin import ROOT
 
 FOLDER = ROOT / "docs" / "vectors"
 MISSING = {"seal", "answer_oracle", "hindsight_oracle", "needs_oracle"}
-LARGEST = 3_000_000  # bytes of all files
+LARGEST = 600_000  # bytes of all files
 # Policies that keep all tokens, in fewer bits
 WHOLE = {"full", "quant", "kivi", "tbq", "pm_kvq"}
 torch.set_num_threads(1)
@@ -37,15 +38,15 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, object]]:
 def test_every_policy_has_a_file_or_a_reason() -> None:
     own = {name for name in POLICIES if ":" not in name}
     assert set(vectors.SETTINGS) == own - MISSING
-    assert {path.stem for path in FOLDER.iterdir()} == set(vectors.SETTINGS)
+    assert {path.stem for path in FOLDER.iterdir()} == {*vectors.SETTINGS, vectors.INPUTS}
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < LARGEST
     assert all(type(parse(text)) is POLICIES[name] for name, text in vectors.SETTINGS.items())
 
 
-@pytest.mark.parametrize("name", vectors.SETTINGS)
+@pytest.mark.parametrize("name", [vectors.INPUTS, *vectors.SETTINGS])
 def test_files_are_what_is_computed(name: str) -> None:
     stored, about = read(FOLDER / f"{name}.safetensors")
-    computed, said = vectors.vectors(vectors.SETTINGS[name])
+    computed, said = vectors.inputs() if name == vectors.INPUTS else vectors.vectors(vectors.SETTINGS[name])
     assert about == json.loads(json.dumps(said))
     assert stored.keys() == computed.keys()
     for key, tensor in stored.items():
@@ -96,6 +97,21 @@ def test_something_happens(name: str) -> None:
             assert ((formats == vectors.NOT_HELD) | kept).all()
 
 
+@pytest.mark.parametrize("name", vectors.SETTINGS)
+def test_what_a_policy_reads_is_there(name: str) -> None:
+    tensors, _ = read(FOLDER / "inputs.safetensors")
+    _, about = read(FOLDER / f"{name}.safetensors")
+    reads = about["reads"]
+    assert isinstance(reads, list)
+    kinds = {part for key in tensors for part in key.split(".")}
+    assert set(reads) <= kinds
+    assert ("hidden" in reads, "predictor" in reads, "centers" in reads) == (
+        name == "dynts",
+        name == "dynts",
+        name == "triattention",
+    )
+
+
 def code_of_the_page() -> str:
     page = (ROOT / "docs" / "vectors.md").read_text(encoding="utf-8")
     [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -106,6 +122,7 @@ def test_the_reader_of_the_page(tmp_path: Path) -> None:
     script = tmp_path / "reader.py"
     script.write_text(code_of_the_page(), encoding="utf-8")
     assert len(code_of_the_page().splitlines()) <= 50
+    shutil.copy(FOLDER / "inputs.safetensors", tmp_path)
     good = FOLDER / "tova.safetensors"
     run = subprocess.run([sys.executable, script, good], capture_output=True, text=True)
     assert run.stdout == "equal: tova:budget=14\n", run.stderr
@@ -135,9 +152,9 @@ def test_lots_are_scores() -> None:
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert vectors.main(["window,rkv:budget=20,buffer=4,alpha=4", "--output", str(tmp_path / "new")]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 2
+    assert len(said) == 3
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
-    assert names == ["rkv-budget=20-buffer=4-alpha=4.safetensors", "window.safetensors"]
+    assert names == ["inputs.safetensors", "rkv-budget=20-buffer=4-alpha=4.safetensors", "window.safetensors"]
     stored = FOLDER / "window.safetensors"
     assert (tmp_path / "new" / "window.safetensors").read_bytes() == stored.read_bytes()
 
