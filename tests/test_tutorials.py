@@ -22,6 +22,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*"))
 PAGES = FOLDER.parent / "docs" / "tutorials"
+FIRST_SCREENS = 75  # lines of a page
 MARKER = re.compile(r"^# %%(?P<kind>.*)$")
 
 
@@ -101,6 +102,17 @@ def test_begins_with_its_title_and_ends_with_exercises(script: Path) -> None:
     assert cells[-1].markdown
     exercises = cells[-1].source.partition("# ## Exercises")[2]
     assert len(re.findall(r"^# \d\. ", exercises, re.MULTILINE)) >= 3
+
+
+def test_says_three_things_to_remember_before_the_exercises(script: Path) -> None:
+    end = read(script)[1][-1].source.partition("# ## Exercises")[0].partition("hree things to remember")[2]
+    assert len(re.findall(r"^# (?:\d\.|-) ", end, re.MULTILINE)) == 3
+
+
+def test_a_picture_stands_on_the_first_screens_of_a_page(script: Path) -> None:
+    lines = (PAGES / f"{script.stem}.md").read_text("utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines, 1) if line.startswith("!["))
+    assert first <= FIRST_SCREENS, f"the first picture of {script.stem}.md stands at line {first}"
 
 
 def test_claims_are_checked(script: Path) -> None:

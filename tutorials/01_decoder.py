@@ -20,8 +20,9 @@
 # We open one layer and compute every step by hand. After every step we compare with what the library computed. The
 # comparison is `torch.testing.assert_close`, so if a formula here were wrong, the notebook would stop.
 #
-# Needed: some Python, and what a matrix product is. Not needed: a GPU or the internet. The model ships with the
-# package.
+# If you know PyTorch, you know enough: no transformer, no GPU and no internet is needed. The model ships with the
+# package. It is a *reasoning model*: it first writes what it thinks, between `<think>` and `</think>`, and then its
+# answer. The picture shows the way of a text through it. We go from left to right.
 
 # %%
 import math
@@ -52,6 +53,27 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+stations = [
+    "text",
+    "tokens",
+    "a vector for\neach token",
+    "eight\nlayers",
+    "a number for each\npossible next token",
+    "one token",
+]
+figure, axis = plt.subplots(figsize=(10, 1.7), layout="constrained")
+for i, station in enumerate(stations):
+    box = {"boxstyle": "round,pad=0.6", "facecolor": "white", "edgecolor": BLUE}
+    axis.text(i, 0, station, ha="center", va="center", bbox=box)
+for i, work in enumerate(["cut", "look up", "read and add", "compare", "choose"]):
+    axis.text(i + 0.5, 0.62, work, ha="center", color=ORANGE)
+    axis.annotate("", (i + 0.62, 0), (i + 0.42, 0), arrowprops={"arrowstyle": "->", "color": ORANGE})
+axis.annotate("", (0, -0.5), (5, -0.5), arrowprops={"arrowstyle": "->", "color": GREY})
+axis.text(2.5, -0.85, "the token is added to the text, and everything begins again", ha="center", color=GREY)
+axis.set(xlim=(-0.5, 5.5), ylim=(-1, 0.9), title="the way of a text through the model, to its next token")
+axis.axis("off")
+plt.show()
 
 # %% [markdown]
 # ## The model and a problem
@@ -611,6 +633,13 @@ print(f"Without a cache, {read:,} tokens went through the layers to make {steps}
 # %% [markdown]
 # Every step recomputes all tokens, although only one is new. So almost all the work has been done before, and there
 # is more of it at every step. What can be kept, and what that saves, tutorial 2 measures.
+#
+# ## Three things to remember
+#
+# 1. Each token has one vector. Layers only add to it, and attention is the only place where tokens meet.
+# 2. A token looks back and never ahead. So nothing that comes later changes what was computed for it.
+# 3. A model gives probabilities. Choosing a token is a step of its own, and without a cache each new token costs a
+#    pass over the whole text.
 #
 # ## Exercises
 #

@@ -20,6 +20,9 @@
 # billion parameters.
 #
 # Times are printed by the cells and depend on your machine. Counts do not.
+#
+# The picture shows the trade for the shape of an 8-billion-parameter Llama. It is computed, not measured: on the left
+# the tokens that pass the layers, on the right the bytes that are kept for it.
 
 # %%
 import math
@@ -56,6 +59,18 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+written = torch.arange(1, 32_769)
+BYTES = 32 * 2 * 8 * 128 * 2  # layers, key and value, KV heads, dimensions, bytes of a bfloat16
+figure, axes = plt.subplots(1, 2, figsize=(9, 2.4), layout="constrained")
+axes[0].loglog(written, written * (written + 1) / 2, color=GREY, label="without a cache")
+axes[0].loglog(written, written, color=BLUE, label="with a cache")
+axes[0].set(xlabel="tokens written", ylabel="tokens through the layers, in all")
+axes[0].legend()
+axes[1].plot(written, written * 0, color=GREY)
+axes[1].plot(written, written * BYTES / 2**30, color=BLUE)
+axes[1].set(xlabel="tokens written", ylabel="GiB kept")
+plt.show()
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -729,6 +744,13 @@ assert probability[stated] < 0.03, "without its token the value should be a gues
 #
 # The later tutorials take them in this order. Two caches stay with us. `FullCache` is the baseline of every
 # comparison. `PlainCache` runs every policy, in tensors that one can print.
+#
+# ## Three things to remember
+#
+# 1. Keys and values of the past never change. So they are computed once and kept: that is the KV cache.
+# 2. It saves arithmetic and costs memory: bytes = tokens × layers × 2 × KV heads × dimensions × bytes of a number.
+# 3. A reasoning model writes thousands of tokens for one question. Most of them are not needed for the next step, but
+#    nobody says which ones.
 #
 # ## Exercises
 #

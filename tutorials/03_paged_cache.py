@@ -20,6 +20,9 @@
 # We build a tiny paged store and draw it after every step. Then we run a policy of ten lines on the real one and on
 # `PlainCache`, and both keep the same tokens: pages change where a token lies, and nothing else. We follow the
 # example of a paper slot by slot, and ask the ledger what every byte is for.
+#
+# The picture is the whole idea. B and D leave, and the next two tokens, I and J, take their places. No other token is
+# moved.
 
 # %%
 import textwrap
@@ -59,6 +62,18 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+figure, axis = plt.subplots(figsize=(7, 1.8), layout="constrained")
+for line, (title, letters) in enumerate((("full", "ABCDEFGH"), ("evicted", "A C EFGH"), ("used again", "AICJEFGH"))):
+    axis.text(-0.4, -1.3 * line + 0.5, title, ha="right", va="center")
+    for slot, letter in enumerate(letters):
+        color = "white" if letter == " " else PALE[ORANGE] if letter in "IJ" else PALE[BLUE]
+        x = slot + 0.5 * (slot // 4)  # a page has four slots
+        axis.add_patch(plt.Rectangle((x, -1.3 * line), 1, 1, facecolor=color, edgecolor=GREY))
+        axis.text(x + 0.5, -1.3 * line + 0.5, letter, ha="center", va="center")
+axis.set(xlim=(-2.2, 9), ylim=(-2.7, 1.1), title="two pages of four slots")
+axis.axis("off")
+plt.show()
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -674,6 +689,12 @@ assert thinkv.held(0) == 12
 #
 # One thing is left for the next tutorial: A, B, C and D were quantized *together*, and their keys share scales. A and
 # C are gone. What happens to the scales?
+#
+# ## Three things to remember
+#
+# 1. Pages change where a token lies. They don't change what a policy keeps, or what attention reads.
+# 2. Eviction clears a bit. The next token takes the slot in place, and nothing is moved.
+# 3. Tables, free slots and half-empty pages cost bytes, too. The ledger says what each byte is for.
 #
 # ## Exercises
 #

@@ -783,6 +783,12 @@ assert not results["quant:fmt=ternary"]
 # One problem is a story, not a measurement; the accuracy tables of the library use hundreds. But it shows the plan of
 # ThinKV: four bits for thoughts that matter, two for those that do not, and none for those that may go.
 #
+# ## Three things to remember
+#
+# 1. Few bits name few numbers, and a scale says how large they are. The scale costs bytes, too.
+# 2. One outlier in a group makes all others coarse. Group keys by channel, or rotate outliers away.
+# 3. Measure what errors do to attention and to the answer, and not only how large they are.
+#
 # ## Exercises
 #
 # 1. **Draw asymmetric.** Add `int4` and `int2` to the drawing of grids, for a group of your choice. What happens to a

@@ -24,6 +24,8 @@
 # GPU. Where that file is missing, the tutorial says so. (Triton is published for Linux. On other systems this one can
 # be read, not run.)
 #
+# The picture shows where we are going: the share of a GPU's bandwidth that each step reached, where that file exists.
+#
 # The kernels are in `minithink/bench/speed/steps.py`, in order. Have that file open beside this one.
 
 # %%
@@ -82,6 +84,19 @@ plt.rcParams.update(
     }
 )
 print("kernels run", "on the GPU" if device.type == "cuda" else "in Triton's interpreter, on the CPU")
+
+if record.default_path("steps").is_file():
+    batch, length = steps.SHAPES[0]
+    reached = {}
+    for m in record.read(record.default_path("steps"))["measurements"]:
+        if m["step"] in steps.STEPS and (m["batch"], m["length"]) == (batch, length):
+            reached[steps.STEPS[m["step"]].title] = m["share"]
+    figure, axis = plt.subplots(figsize=(7, 1.7), layout="constrained")
+    axis.barh(list(reached), list(reached.values()), color=BLUE)
+    axis.axvline(1, color=GREY, linewidth=0.7)
+    axis.invert_yaxis()
+    axis.set(title=f"{batch} sequences of {length:,} tokens", xlabel="share of the bandwidth", xlim=(0, 1.05))
+    plt.show()
 
 # %% [markdown]
 # ## The task
@@ -862,8 +877,12 @@ assert 3.3 < sixteen / four < 3.6
 # That factor is what four bits are worth at the most, if decoding hides behind reading. `docs/kernels.md` says how
 # the kernel's speed is measured, in every format.
 #
-# What to take along: first the bytes, then how often they move, then who is idle, then what is on its way. Each step
-# was an answer to one of these questions, and each had its test before it had its speed.
+# ## Three things to remember
+#
+# 1. Ask four questions, in this order: how many bytes, how often do they move, who is idle, what is on its way? Each
+#    step answered one of them.
+# 2. Predict before you measure. Where the two differ, you learn something.
+# 3. A kernel has its test before it has its speed, and the test must fail for kernels that are wrong.
 #
 # ## Exercises
 #

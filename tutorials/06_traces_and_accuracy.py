@@ -20,6 +20,9 @@
 # We run a small evaluation, look into one of its sequences, and then ask what an interval says: with three problems,
 # with 200, and when two policies are compared. The evaluation here is far too small to judge a policy by. That is
 # part of the lesson.
+#
+# The picture shows the other part. A policy that is right on 90 % of all problems is evaluated twelve times with each
+# number of problems. Each dot is what one evaluation reports, and the bar is its interval.
 
 # %%
 import json
@@ -54,6 +57,18 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+draws = np.random.default_rng(1)
+figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
+for group, n in enumerate((3, 50, 200, 700)):
+    for i, k in enumerate(draws.binomial(n, 0.9, size=12)):
+        low, high = wilson(k / n, n)
+        axis.plot([15 * group + i] * 2, [low, high], color=BLUE)
+        axis.plot(15 * group + i, k / n, ".", color=BLUE)
+axis.axhline(0.9, color=ORANGE, linewidth=0.8)
+axis.set_xticks([5.5, 20.5, 35.5, 50.5], ["3 problems", "50 problems", "200 problems", "700 problems"])
+axis.set(ylabel="right answers", title="the same policy, evaluated again and again (orange: the truth)")
+plt.show()
 
 # %% [markdown]
 # ## A small evaluation
@@ -336,7 +351,7 @@ ratio = table[0.9, 50, "Wilson's"][1] / table[0.9, 200, "Wilson's"][1]
 assert 1.8 < ratio < 2.1, "four times the problems should give half the width"
 
 # %% [markdown]
-# Three things to take home.
+# What the sums show:
 #
 # - With 200 problems and 90 % the interval is about ±4 points, with 700 about ±2. Four times the problems, half the
 #   width: precision is bought with a square.
@@ -420,6 +435,13 @@ assert factor * (0.02 + 0.01) / 0.01**2 > 700, "a point is more than 700 problem
 # Reading an accuracy curve, then: look at the width of the intervals first; compare policies by the paired
 # difference, not by eye; expect one of twenty intervals to be wrong, and in a figure with forty points about two. And
 # when a dot surprises you, open a trace.
+#
+# ## Three things to remember
+#
+# 1. A trace says what happened in one text, an accuracy how often it goes well. You need both.
+# 2. Look at the width of an interval first. Four times the problems give half the width.
+# 3. Compare policies on the same problems, by the paired difference. Whether two intervals overlap is the wrong
+#    question.
 #
 # ## Exercises
 #

@@ -24,7 +24,7 @@
 #
 # where a_j is the mean over the last w queries and over the query heads that share this KV head. Tokens that add
 # little may go. We call the policy `loud`: it keeps what a head hears most. First the score by hand, for three
-# tokens. Attention alone would evict the last one.
+# tokens of which two may stay. Attention alone would evict the last one, our score evicts the first.
 
 # %%
 import sys
@@ -53,6 +53,12 @@ plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size"
 
 attention, values = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([[0.6, 0.8], [2.0, 0.0], [0.0, 4.0]])
 score = attention * values.norm(dim=-1)
+figure, axes = plt.subplots(1, 2, figsize=(7, 1.7), layout="constrained")
+for axis, numbers, title in zip(axes, (attention, score), ("attention a", "score a·‖v‖"), strict=True):
+    colors = [ORANGE if x == numbers.min() else BLUE for x in numbers]
+    axis.bar(["token 0", "token 1", "token 2"], numbers, color=colors)
+    axis.set(title=f"{title} (orange: goes)")
+plt.show()
 print("attention", *(f"{x:.1f}" for x in attention), " score", *(f"{x:.1f}" for x in score))
 assert torch.allclose(score, torch.tensor([0.5, 0.6, 0.8]))
 two = torch.tensor(2)  # tokens that may stay

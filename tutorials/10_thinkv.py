@@ -23,6 +23,9 @@
 #
 # We go through this chain one link at a time, each by hand first and then with the library: the observation, a group
 # of 16 keys, segments that shrink, the tokens that stay, the block table, and at the end all of it on one problem.
+#
+# The picture shows where it leads, for a made-up list of thoughts of 128 tokens each. Each time a doubt has ended (a
+# *transition*, orange), every thought before it keeps fewer tokens: 64, then 32, 16, 8 and at last 4.
 
 # %%
 import math
@@ -70,6 +73,20 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
+thoughts = [REASONING, EXECUTION, TRANSITION, REASONING, EXECUTION, TRANSITION, EXECUTION, TRANSITION, EXECUTION]
+clock, below = np.arange(1, 128 * len(thoughts) + 1), np.zeros(128 * len(thoughts))
+for i, kind in enumerate(thoughts):
+    ends = [128 * (j + 1) for j in range(i + 1, len(thoughts)) if thoughts[j] == TRANSITION]
+    doubts = sum((clock >= end).astype(int) for end in ends) if ends else np.zeros(len(clock), dtype=int)
+    held = np.minimum(np.clip(clock - 128 * i, 0, 128), np.array([128, 64, 32, 16, 8, 4])[doubts])
+    axis.fill_between(clock, below, below + held, color=COLORS[kind], alpha=0.75, linewidth=0)
+    below = below + held
+axis.plot(clock, clock, color=GREY, linewidth=0.8)
+axis.set(title="green: reasoning, blue: execution, orange: transition; grey line: a full cache", ylabel="tokens held")
+axis.set(xlabel="generated tokens", xlim=(1, len(clock)), ylim=(0, None))
+plt.show()
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -890,6 +907,14 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 # models. How often it goes well, and with which settings, is a question for an evaluation with intervals (tutorial
 # 6), not for one text. What you have seen is the mechanism: a number from attention, a type, bits, a schedule, a
 # slot.
+#
+# ## Three things to remember
+#
+# 1. One number from attention, sparsity, stands for the type of a thought. Bits, the tokens that stay and the page
+#    all follow from the type.
+# 2. Thoughts shrink step by step: each transition that ends takes tokens from all thoughts before it.
+# 3. The mechanism doesn't depend on the types being right. On this model sparsity and words hardly agree, so look at
+#    the types before you trust what rests on them.
 #
 # ## Exercises
 #

@@ -30,7 +30,15 @@ WORDS_A_MINUTE = 150
 LINES_A_MINUTE = 20  # of code
 # The pictures that a page shows, counted from 1: the first, which carries the idea, and where it says more, others.
 FIRST = (1,)
-SHOWN: dict[str, tuple[int, ...]] = {}
+SHOWN = {
+    "02_kv_cache": (1, 2),
+    "03_paged_cache": (1, 2),
+    "06_traces_and_accuracy": (1, 2),
+    "07_from_streamingllm_to_rkv": (1, 6),
+    "08_your_own_policy": (1, 2),
+    "10_thinkv": (1, 2),
+    "12_dynts": (1, 4),
+}
 NOT_SHOWN = "*Here the tutorial draws a picture, which this page leaves out. Run the tutorial to see it.*"
 OF_THE_MACHINE = "*Times and speeds are those of the machine named above.*"
 DRAWS = {"plt", "figure", "axis", "axes", "legend", "spine", "image"}  # names of what is drawn on
