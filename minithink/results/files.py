@@ -74,7 +74,7 @@ def replace(path: Path, content: str | bytes) -> None:
     if path.exists() and not path.is_file():  # root could put a file in the place of a device
         path.write_bytes(data)
         return
-    path = path.resolve()
+    path = _resolved(path)
     temporary = path.with_name(f".{secrets.token_hex(8)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +88,16 @@ def replace(path: Path, content: str | bytes) -> None:
         raise
 
 
+def _resolved(path: Path) -> Path:
+    """The path to which links lead. OSError: they lead in a circle."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # `resolve` would raise a RuntimeError, or from Python 3.13 on nothing
+            raise
+    return path.resolve()
+
+
 def check_place(path: Path) -> None:
     """Ask whether `replace` could write a file there, before the work that makes its content. Nothing is written.
 
@@ -98,7 +108,7 @@ def check_place(path: Path) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.exists() and not path.is_file():  # such as /dev/stdout
         return
-    folder = path.resolve().parent
+    folder = _resolved(path).parent
     while not folder.exists():
         folder = folder.parent
     if not folder.is_dir():

@@ -12,6 +12,7 @@ from minithink.errors import MinithinkError
 from minithink.results.files import (
     WIDTH,
     append,
+    check_place,
     dumps,
     hold,
     is_held,
@@ -39,6 +40,17 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
         replace(path, "other")
     assert path.read_bytes() == b"\xff"
     assert list(path.parent.iterdir()) == [path], "no temporary file is left"
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for path in (circle, circle / "below"):
+        with pytest.raises(OSError, match="symbolic link"):
+            check_place(path)
+        with pytest.raises(OSError, match="symbolic link"):
+            replace(path, "x")
+    assert circle.is_symlink()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002])

@@ -22,6 +22,7 @@ from minithink.bench.answers.overall import together
 from minithink.bench.answers.pool import Run
 from minithink.bench.answers.sweep import (
     SWEEPS,
+    Wanted,
     has_changed,
     other_commits,
     said_of_commits,
@@ -110,8 +111,15 @@ class Source:
 
     def sweep_of(self, name: str, model: str) -> Sweep:
         """A comparison on one of the models."""
-        own = replace(SWEEPS[name], checkpoint=self.one.models[model])
+        return self._limited(replace(SWEEPS[name], checkpoint=self.one.models[model]))
+
+    def _limited(self, own: Sweep) -> Sweep:
+        """A comparison on as many problems as a quick look has."""
         return own if self.limit is None else replace(own, problems=self.limit)
+
+    def wanted_settings(self) -> list[Wanted]:
+        """The keys of all runs that try settings, on the model on which they are tried."""
+        return wanted_of(self._limited(replace(SWEEPS[self.one.settings], checkpoint=self.one.tuned[1])))
 
     def runs_of(self, name: str, model: str) -> list[Run]:
         """Its runs in the pool. MinithinkError: there are none."""
@@ -164,7 +172,7 @@ class Source:
         result["ranks"] is the rank correlation of all names' first settings with that column.
         """
         name = self.one.settings
-        wanted = wanted_of(replace(SWEEPS[name], checkpoint=self.one.tuned[1]))
+        wanted = self.wanted_settings()
         result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
         runs = [*shown(name, self.where, wanted, self.runs).values()]
         by_cell = dict[Cell, list[Row]]()
@@ -329,9 +337,7 @@ def first_of(one: Transfer) -> str:
 
 def chosen(source: Source) -> dict[str, str]:
     """Name → the setting that has the most right answers on the validation problems."""
-    name = source.one.settings
-    wanted = wanted_of(replace(SWEEPS[name], checkpoint=source.one.tuned[1]))
-    runs = [*shown(name, source.where, wanted, source.runs).values()]
+    runs = [*shown(source.one.settings, source.where, source.wanted_settings(), source.runs).values()]
     for run in runs:
         need(run, ("policy", "pass_at_1"), source.where / pool.FILE)
     rows = [run.row for run in runs]

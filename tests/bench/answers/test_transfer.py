@@ -327,6 +327,23 @@ def test_settings_are_chosen_on_validation_problems(where: Path, capsys: pytest.
     assert out == "".join(f'    "{name}": "{text}",\n' for name, text in first.items())
 
 
+def test_settings_of_a_quick_look_are_those_of_its_problems(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = replace(sweep.SWEEPS["transfer-settings"], checkpoint=MODELS["backbone"])
+    machine = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    tries = lists.TRIES["h2o"]
+    for problems, best in ((one.problems, tries[2]), (2, tries[1])):
+        runs = []
+        for key in sweep.wanted_of(replace(one, problems=problems)):
+            row = {"policy": key["policy"], "pass_at_1": 0.5 + 0.1 * (key["policy"] == best)}
+            source = pool.source_of(key["policy"], "reference")
+            runs.append(pool.Run(key | machine, source, row, [], [1, 1], **ABOUT, right="1"))
+        pool.add(where, runs)
+    for words, best in (([], tries[2]), (["--limit", "2"], tries[1])):
+        assert main(["transfer", "--results", str(where), "--settings", *words]) == 0
+        assert f'    "h2o": "{best}",\n' in capsys.readouterr().out
+    assert main(["transfer", "--results", str(where), "--settings", "--limit", "3"]) == 1
+
+
 def test_the_table_of_settings(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chosen setting is bold, each is tested against the first policy of `beside`, and the first model's right
     answers stand beside those that it has."""
@@ -363,7 +380,11 @@ def test_the_table_of_settings(where: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (test,) = rows[best]["tests"].values()
     others = [row["right"] for row in rows.values()]
     assert test["less"] == pytest.approx(4 / PROBLEMS)
-    assert test["corrected"] >= test["p"]
+    tests = list[dict[str, Any]]()
+    for row in rows.values():
+        tests += row["tests"].values()
+    assert len(tests) == len(tried) - 1, "all but the policy that others are tested against"
+    assert [test["corrected"] for test in tests] == holm([test["p"] for test in tests])
     assert others.count(0) == len(tried) - len(order) + 1
     known = {name for name in names if rows[tries[name][0]]["first"] is not None}
     shown = {name for name in names if tries[name][0] == TEXTS[name]}
