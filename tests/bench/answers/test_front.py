@@ -267,7 +267,7 @@ def test_steps_are_shown_where_exactly_these_settings_were_timed(tmp_path: Path)
     settings = {"model_shape": front.SHAPE, "budget": 1024}
     step = {"kind": "step", "batch": 64, "settings": settings}
     others = [
-        step | {"method": "window", "step_milliseconds": 7.25},
+        step | {"method": front.without_protection(TEXTS["window"]), "step_milliseconds": 7.25},
         step | {"method": "rkv", "step_milliseconds": 9.0},
         step | {"method": "full", "step_milliseconds": 5.5},
         step | {"method": "h2o", "step_milliseconds": 3.0, "batch": 1},
@@ -281,7 +281,7 @@ def test_steps_are_shown_where_exactly_these_settings_were_timed(tmp_path: Path)
     for name, budget in (("window", "25 %"), ("window", "50 %"), ("rkv", "25 %"), ("h2o", "25 %"), ("full", "–")):
         steps[name, budget] = line_of(lines, name, budget).split(" | ")[-1]
     assert [*steps.values()] == ["7.2 ms |", "7.2 ms |", "– |", "– |", "5.5 ms |"]
-    assert TEXTS["rkv"] == "rkv:buffer=16,protect_prompt=true"
+    assert front.without_protection(TEXTS["rkv"]) != "rkv"
     assert "64 sequences of a random model of the shape llama-8b that hold 1,024 tokens" in "\n".join(lines)
     assert "8B step:" not in "\n".join(lines_of(result_of(runs_of(), tmp_path / "nowhere")))
 
