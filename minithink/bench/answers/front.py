@@ -382,7 +382,7 @@ def said_below(result: Result) -> list[str]:
     parts = [
         f"{MARK}: on the front, of right answers and bytes as they were measured, without their intervals. Below the "
         "front: points less than the best row of at most the same bytes. A budget is the prompt and that share of "
-        "what the full cache generates.",
+        "what the full cache generates. Right: of the problems of all families, with Wilson's 95 % interval.",
         f"Difference: points from {code(result['beside'])} at the same budget, of rows without a budget from "
         f"{code(FULL)}, with the 95 % interval (bootstrap over problems) and the probability of McNemar's exact "
         "test, corrected by Holm for all tests of this table. ≈: the whole interval is within "

@@ -409,8 +409,9 @@ def said_of_settings(result: Result) -> list[str]:
     ranks = result["ranks"]
     about = result["settings"]
     text = [
-        f"{about['limit']} {about['split']} problems of each family. Bold: the setting that is chosen. Less: the "
-        "difference in points, its 95 % interval (bootstrap over problems), and the probability of McNemar's exact "
+        f"{about['limit']} {about['split']} problems of each family. Bold: the setting that is chosen, which has the "
+        "most right answers of its three, whatever its bytes. All: with Wilson's 95 % interval. Less: the difference "
+        "in points, its 95 % interval (bootstrap over problems), and the probability of McNemar's exact "
         "test, corrected by Holm for all tests of this table. Bytes: the mean of peaks, of the full cache's. Test, "
         f"{about['first']}: the same setting on that model's test problems.",
     ]

@@ -5,7 +5,8 @@ A module may have these dictionaries. `collected` finds all modules of this fold
     SWEEPS      name → Sweep: policies, budgets and problems that are compared (`answers/sweep.py` runs them); each
                 has a table sweep-NAME, perhaps needed-NAME and overall-NAME (`tables/pages.py`)
     TRANSFERS   name → Transfer: a comparison on several models (`answers/transfer.py`); its tables are
-                NAME-right-MODEL, NAME-bits-MODEL, NAME-losses-MODEL and NAME-ranks, and those of `answers/front.py`
+                NAME-right-MODEL, NAME-bits-MODEL, NAME-losses-MODEL, NAME-settings-MODEL and NAME-ranks, and those of
+                `answers/front.py`
     CASES       name → Cases: methods whose steps are timed on synthetic caches (`speed/cases.py` runs them)
     STAND_INS   policy → stand-in: the policy that takes its place on synthetic caches, whose keys are noise
     OPERATIONS  name → Operation: kernels that are timed beside their twins (`speed/ops.py` runs them)

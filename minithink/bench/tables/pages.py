@@ -106,7 +106,8 @@ class Source:
         self.marked = marked
         self._runs: list[pool.Run] | None = None
         self._sweeps: dict[str, Result] = {}
-        self._transfers: dict[Any, Result] = {}  # by the function that makes them, which several tables may share
+        # By the comparison and the function that makes its result, which several tables may share
+        self._transfers: dict[tuple[int, Any], Result] = {}
 
     def of_table(self, name: str) -> list[tuple[Path, Result]]:
         """The file of a table's result, and the result; several if the table shows several."""
@@ -131,10 +132,11 @@ class Source:
 
     def of_transfer(self, entry: transfer.Entry) -> Result:
         """A comparison's runs on several models."""
-        if entry.result not in self._transfers:
+        made_by = (id(entry.one), entry.result)
+        if made_by not in self._transfers:
             one = transfer.Source(entry.one, self.folder, runs=self.runs(), marked=self.marked)
-            self._transfers[entry.result] = entry.result(one)
-        return self._transfers[entry.result]
+            self._transfers[made_by] = entry.result(one)
+        return self._transfers[made_by]
 
     def runs(self) -> list[pool.Run]:
         """The pool, which is read once."""

@@ -327,6 +327,18 @@ def test_settings_are_chosen_on_validation_problems(where: Path, capsys: pytest.
     assert out == "".join(f'    "{name}": "{text}",\n' for name, text in first.items())
 
 
+def test_comparisons_that_share_a_function_have_results_of_their_own(where: Path) -> None:
+    source = pages.Source(where)
+    found = []
+    for models in (MODELS, {"backbone": MODELS["backbone"]}):
+        entry = transfer.Entry(pages.Table(()), replace(ONE, models=models), transfer.Source.ranks)
+        first = source.of_transfer(entry)
+        assert source.of_transfer(entry) is first, "made once"
+        found.append({row["first"] for row in first["measurements"]})
+    assert "embedded, answers" in found[0]
+    assert "embedded, answers" not in found[1]
+
+
 def test_settings_of_a_quick_look_are_those_of_its_problems(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = replace(sweep.SWEEPS["transfer-settings"], checkpoint=MODELS["backbone"])
     machine = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
