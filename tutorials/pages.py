@@ -1,8 +1,7 @@
 """Write an executed tutorial as a page: its text and code, what its cells printed, and its pictures.
 
-The pages are docs/tutorials/NN_name.md, made by `python tutorials/run.py --pages`. Three things keep them small.
-Imports, checks and lines that only draw are left out, long cells and outputs are cut, and only some pictures are
-shown.
+The pages are docs/tutorials/NN_name.md, made by `python tutorials/run.py --pages`. Everything that a notebook shows
+is there, but for the end of very long outputs.
 """
 
 from __future__ import annotations
@@ -22,26 +21,11 @@ README = ROOT / "tutorials" / "README.md"
 COLOURS = 32  # of a picture's palette
 DPI = 80
 LARGEST_PICTURE = 40_000  # bytes
-LARGEST = 400 * 1024  # bytes of all pages and pictures: everybody who clones the project fetches them
-LEFT_OUT = "# …"  # takes the place of code
-LONGEST_CODE = 16  # lines of a cell
-LONGEST_OUTPUT = 20  # lines
+LARGEST = 900 * 1024  # bytes of all pages and pictures: everybody who clones the project fetches them
+LONGEST_OUTPUT = 60  # lines
 WORDS_A_MINUTE = 150
-LINES_A_MINUTE = 20  # of code
-# The pictures that a page shows, counted from 1: the first, which carries the idea, and where it says more, others.
-FIRST = (1,)
-SHOWN = {
-    "02_kv_cache": (1, 2),
-    "03_paged_cache": (1, 2),
-    "06_traces_and_accuracy": (1, 2),
-    "07_from_streamingllm_to_rkv": (1, 6),
-    "08_your_own_policy": (1, 2),
-    "10_thinkv": (1, 2),
-    "12_dynts": (1, 4),
-}
-NOT_SHOWN = "*Here the tutorial draws a picture, which this page leaves out. Run the tutorial to see it.*"
+LINES_A_MINUTE = 30  # of code
 OF_THE_MACHINE = "*Times and speeds are those of the machine named above.*"
-DRAWS = {"plt", "figure", "axis", "axes", "legend", "spine", "image"}  # names of what is drawn on
 TIMES = re.compile(r"\d\s*(?:ms|µs|us|s)\b|\b(?:ms|seconds|minutes|GB/s|tokens/s)\b")
 
 
@@ -61,47 +45,21 @@ def relinked(text: str) -> str:
     return re.sub(r"`[^`]*`|\]\(([^)\s]+)\)", moved, text)  # not in code, such as `kernel[grid](x)`
 
 
-def draws(statement: ast.stmt) -> bool:
-    """Whether a statement only draws: it calls what is drawn on, and neither prints nor checks anything."""
-    if isinstance(statement, ast.Expr | ast.Assign):
-        return isinstance(statement.value, ast.Call) and root(statement.value) in DRAWS
-    if not isinstance(statement, ast.For | ast.If | ast.FunctionDef):
-        return False
-    inner = list(ast.walk(statement))
-    called = {root(node) for node in inner if isinstance(node, ast.Call)}
-    checks = any(isinstance(node, ast.Assert) for node in inner)
-    return bool(called & DRAWS) and "print" not in called and not checks
-
-
-def root(expression: ast.expr) -> str:
-    """The name that an expression begins with: `axes` of `axes[0].plot(x)`."""
-    while isinstance(expression, ast.Call | ast.Attribute | ast.Subscript):
-        expression = expression.func if isinstance(expression, ast.Call) else expression.value
-    return expression.id if isinstance(expression, ast.Name) else ""
-
-
-def shortened(source: str) -> str:
-    """A cell's code for its page: `essential`, and of that the first lines."""
-    return cut(essential(source), LONGEST_CODE, LEFT_OUT)
-
-
-def essential(source: str) -> str:
-    """A cell's code in which `# …` takes the place of imports, checks, and lines that only draw."""
-    lines = source.split("\n")
-    for statement in reversed(ast.parse(source).body):
-        if draws(statement) or isinstance(statement, ast.Import | ast.ImportFrom | ast.Assert):
-            assert statement.end_lineno is not None
-            lines[statement.lineno - 1 : statement.end_lineno] = [LEFT_OUT]
-    text = "\n".join(lines)
-    return re.sub(rf"^{LEFT_OUT}(\s*^{LEFT_OUT}$)+", LEFT_OUT, text, flags=re.MULTILINE)
-
-
-def cut(text: str, most: int, mark: str) -> str:
-    """The first lines of a text, and how many more there are."""
+def cut(text: str) -> str:
+    """The first lines of an output, and how many more there are."""
     lines = text.split("\n")
-    if len(lines) <= most + 1:
+    if len(lines) <= LONGEST_OUTPUT + 1:
         return text
-    return "\n".join([*lines[:most], f"{mark} {len(lines) - most} more lines"])
+    return "\n".join([*lines[:LONGEST_OUTPUT], f"… {len(lines) - LONGEST_OUTPUT} more lines"])
+
+
+def code(source: str) -> str:
+    """A cell's code. Cells that begin with imports, which prepare, are folded: a click shows them."""
+    block = f"```python\n{source}\n```"
+    if not source.startswith(("import ", "from ")):
+        return block
+    summary = f"<summary>Preparations: {len(source.splitlines())} lines of code</summary>"
+    return f"<details>\n{summary}\n\n{block}\n\n</details>"
 
 
 def alternative(source: str, title: str) -> str:
@@ -129,7 +87,7 @@ def printed(output: dict[str, Any]) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(rf"{re.escape(tempfile.gettempdir())}/[\w.-]+", "FOLDER", text)
     lines = [line.split("\r")[-1].rstrip() for line in text.strip("\n").split("\n")]
-    return cut("\n".join(lines), LONGEST_OUTPUT, "…")
+    return cut("\n".join(lines))
 
 
 def small(png: bytes) -> bytes:
@@ -145,12 +103,11 @@ def small(png: bytes) -> bytes:
 
 
 def about(stem: str, machine: str, seconds: float) -> str:
-    """The sentences below the title: where the page is from, and what it leaves out."""
+    """The sentences below the title: where the page is from."""
     script = f"[`{stem}.py`](../../tutorials/{stem}.py)"
     return (
         f"*This page is the tutorial {script} after a run of {seconds:.0f} s on {machine}.\n"
-        "`python tutorials/run.py --pages` wrote it. It is shorter than the tutorial: `# …` stands for imports,\n"
-        "checks, lines that only draw and the end of long cells, and some of the pictures are left out.*"
+        "`python tutorials/run.py --pages` wrote it.*"
     )
 
 
@@ -168,7 +125,7 @@ def page(notebook: Any, stem: str, machine: str, seconds: float) -> tuple[str, d
             if len(parts) == 1:
                 parts.append(about(stem, machine, seconds))
             continue
-        parts.append(f"```python\n{shortened(cell.source)}\n```")
+        parts.append(code(cell.source))
         text = "\n".join(filter(None, map(printed, cell.outputs)))
         if text:
             parts.append(f"```text\n{text}\n```")
@@ -177,9 +134,6 @@ def page(notebook: Any, stem: str, machine: str, seconds: float) -> tuple[str, d
             if "image/png" not in output.get("data", {}):
                 continue
             count += 1
-            if count not in SHOWN.get(stem, FIRST):
-                parts.append(NOT_SHOWN)
-                continue
             name = f"{stem}-{count}.png"
             pictures[name] = small(base64.b64decode(output["data"]["image/png"]))
             parts.append(f"![{words}]({name})")
@@ -208,14 +162,9 @@ def write(notebook: Any, stem: str, machine: str, seconds: float) -> None:
 
 
 def reading_minutes(texts: list[str], codes: list[str]) -> int:
-    """How long one reads the text and code cells of a tutorial: an estimate, in minutes.
-
-    Imports, checks and lines that only draw are not counted.
-    """
+    """How long one reads the text and code cells of a tutorial: an estimate, in minutes."""
     words = sum(len(text.split()) for text in texts)
-    lines = 0
-    for code in codes:
-        lines += sum(1 for line in essential(code).split("\n") if line and line != LEFT_OUT)
+    lines = sum(1 for line in "\n".join(codes).split("\n") if line.strip())
     return round(words / WORDS_A_MINUTE + lines / LINES_A_MINUTE)
 
 

@@ -23,7 +23,7 @@ from minithink.results import record
 from minithink.tasks import families
 
 FORMAT = "quant:fmt=int4"
-TEXTS = {name: lists.CHOSEN[name] for name in ("random_attention", "window", "h2o", "rkv")}
+TEXTS = {name: lists.TRIES[name][0] for name in ("random_attention", "window", "h2o", "rkv")}
 PROBLEMS = 20
 MODELS = {"embedded": "", "backbone": "of another"}
 # Name and budget → right problems of each family, of PROBLEMS; bytes, as a share of the full cache's
