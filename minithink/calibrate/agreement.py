@@ -43,7 +43,7 @@ def related(a: Sequence[Tensor], b: Sequence[Tensor]) -> dict[str, float]:
     which also keeps most of what its length explains.
 
     Args:
-        a, b: uint8 [n] for each text, the types of its segments.
+        a, b: uint8 [n] for each text, the types of its segments; at least one segment in all.
 
     Returns:
         chi_squared and cramers_v of the table of all segments; p_in_texts and p_in_thirds, the shares of EXCHANGES
