@@ -70,8 +70,9 @@ for _name, (_policy, *_settings) in (EVICTING | KEEPING).items():
     _write = of if _name in OF_THEIR_OWN or _name in KEEPING else protected
     TRIES[_name] = tuple(_write(_policy, setting) for setting in _settings)
 
-# What `best` finds on the validation problems of the backbone, where it is not the first try:
-# `python -m minithink.bench transfer --settings` prints it.
+# What `best` finds on the validation problems of the backbone, where it is not the first try; the command
+# `python -m minithink.bench transfer --settings` prints it. Empty until the test problems run with it: until then the
+# tables show the first tries.
 BEST: dict[str, str] = {}
 CHOSEN = {name: texts[0] for name, texts in TRIES.items()} | BEST
 
