@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink.bench.answers import losses, pool, sweep, transfer
-from minithink.bench.answers.overall import DIFFERENCE, together
+from minithink.bench.answers.overall import DIFFERENCE, LEVEL, together
 from minithink.bench.answers.pool import Run
 from minithink.bench.answers.sweep import said_of_commits, wanted_of
 from minithink.bench.answers.transfer import SPREAD, Cell, Entry, Source, add_tests, right_of, tested
@@ -36,7 +36,6 @@ from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
 
 LIMITS = (0.125, 0.25, 0.5)  # shares of the full cache's bytes for which the best row is named
-LEVEL = 0.05  # a difference is significant if its corrected probability is at most this
 ENOUGH = 0.5  # a family counts if it has at least this share of the runs of the family with the most
 SHAPE = "llama-8b"  # of the steps that are timed, and how many sequences they have
 SEQUENCES = 64

@@ -19,7 +19,7 @@ from minithink.evaluate.summary import budget_text
 from minithink.results.figures import drawing
 
 DIFFERENCE = "{:+.1f} ({:+.1f} to {:+.1f})"
-LEVEL = 0.05  # of tests
+LEVEL = 0.05  # a difference is significant if its corrected probability is at most this
 UNSURE = " °"  # the mark of a difference whose interval leaves out 0, and which its corrected test does not confirm
 BETTER = "#0072B2"
 WORSE = "#D55E00"
@@ -83,7 +83,7 @@ def rows(result: Result) -> list[Row]:
         out = [{**row, "looped": None} for row in out]
     tested = [row for row in out if "p" in (row["all"] or {})]
     for row, p in zip(tested, holm([row["all"]["p"] for row in tested]), strict=True):
-        row["unsure"] = leaves_out_zero(row) and p >= LEVEL
+        row["unsure"] = leaves_out_zero(row) and p > LEVEL
     rights = dict[str, list[float]]()
     for row in out:
         rights.setdefault(row["policy"], []).append(row["right"])
@@ -147,7 +147,7 @@ def said(result: Result) -> Iterable[str]:
         tests = sum("p" in (row["all"] or {}) for row in found)
         parts.append(
             f"{UNSURE.strip()}: the interval leaves out 0, but the difference is not significant by McNemar's exact "
-            f"test with Holm's correction for the {tests} tests of this table (p ≥ {LEVEL:g}; {unsure} of them)."
+            f"test with Holm's correction for the {tests} tests of this table (p > {LEVEL:g}; {unsure} of them)."
         )
     parts.append("Cut off: texts that did not end by themselves. The most right answers first.")
     return [" ".join(parts), ""]

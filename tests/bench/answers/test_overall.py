@@ -124,7 +124,7 @@ def test_a_difference_that_its_corrected_test_does_not_confirm_is_marked() -> No
         "`z`": "-5.0 (-11.0 to +1.0)",
     }
     [said, _] = overall.said(found)
-    assert "Holm's correction for the 3 tests of this table (p ≥ 0.05; 1 of them)." in said
+    assert "Holm's correction for the 3 tests of this table (p > 0.05; 1 of them)." in said
 
 
 def test_the_picture_of_differences(tmp_path: Path) -> None:
