@@ -71,14 +71,19 @@ def points(row: Mapping[str, Any], of: str = "less") -> tuple[float | None, ...]
     return tuple(100 * found[name] if name in found else None for name in ("less", "less_low", "less_high"))
 
 
+def by_cell(measurements: Iterable[Row]) -> dict[tuple[str, Any], list[Row]]:
+    """Policy and budget → its rows, one a family, in the order of the measurements."""
+    found = dict[tuple[str, Any], list[Row]]()
+    for m in measurements:
+        found.setdefault((m["policy"], m["budget"]), []).append(m)
+    return found
+
+
 def rows(result: Result) -> list[Row]:
     """A row for each policy and budget, of all families that it ran on: those with the most right answers over all
     budgets first. Policies without a budget, such as the full cache, are left out."""
-    by_cell = dict[tuple[Any, ...], list[Row]]()
-    for m in result["measurements"]:
-        if m["budget"] is not None:
-            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-    out = [together(policy, budget, own) for (policy, budget), own in by_cell.items()]
+    with_budget = [m for m in result["measurements"] if m["budget"] is not None]
+    out = [together(policy, budget, own) for (policy, budget), own in by_cell(with_budget).items()]
     if any(row["looped"] is None for row in out):  # a column with gaps would compare what it does not know
         out = [{**row, "looped": None} for row in out]
     tested = [row for row in out if "p" in (row["all"] or {})]

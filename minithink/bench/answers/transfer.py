@@ -18,7 +18,7 @@ from statistics import fmean
 from typing import Any
 
 from minithink.bench.answers import pool, sweep
-from minithink.bench.answers.overall import together
+from minithink.bench.answers.overall import by_cell, together
 from minithink.bench.answers.pool import Run
 from minithink.bench.answers.sweep import (
     SWEEPS,
@@ -133,10 +133,7 @@ class Source:
         wanted = wanted_of(self.sweep_of(name, model))
         result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
         right = right_of(self.runs_of(name, model))
-        by_cell = dict[Cell, list[Row]]()
-        for m in result["measurements"]:
-            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-        rows = [together(*cell, own) | {"tests": {}} for cell, own in by_cell.items()]
+        rows = [together(*cell, own) | {"tests": {}} for cell, own in by_cell(result["measurements"]).items()]
         add_tests([row for row in rows if row["budget"] is not None], right, self.one.beside)
         add_tests([row for row in rows if row["budget"] is None], right, (FULL,))
         return result | {"measurements": rows}
@@ -175,12 +172,10 @@ class Source:
         wanted = self.wanted_settings()
         result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
         runs = [*shown(name, self.where, wanted, self.runs).values()]
-        by_cell = dict[Cell, list[Row]]()
-        for m in result["measurements"]:
-            by_cell.setdefault((m["policy"], m["budget"]), []).append(m)
-        rows = {cell: together(*cell, own) | {"tests": {}} for cell, own in by_cell.items()}
+        of_cell = by_cell(result["measurements"])
+        rows = {cell: together(*cell, own) | {"tests": {}} for cell, own in of_cell.items()}
         add_tests([row for row in rows.values() if row["budget"] is not None], right_of(runs), self.one.beside[:1])
-        best_of = chosen(self)
+        best_of = best([run.row for run in runs], self.one.tries)
         first = first_of(self.one)
         elsewhere = {cell: fmean(right) for cell, right in right_of(self.answers_of(first)).items()}
         tried = list[dict[str, Any]]()
@@ -188,7 +183,7 @@ class Source:
             for text in texts:
                 for cell in (cell for cell in rows if cell[0] == text):
                     row = rows[cell] | {"first": elsewhere.get(cell)}
-                    row["by_family"] = {m["family"]: m["pass_at_1"] for m in by_cell[cell]}
+                    row["by_family"] = {m["family"]: m["pass_at_1"] for m in of_cell[cell]}
                     row["setting"] = f"**`{text}`**" if best_of.get(named) == text else f"`{text}`"
                     tried.append(row)
         firsts = {texts[0] for texts in self.one.tries.values()}
