@@ -71,9 +71,34 @@ for _name, (_policy, *_settings) in (EVICTING | KEEPING).items():
     TRIES[_name] = tuple(_write(_policy, setting) for setting in _settings)
 
 # What `best` finds on the validation problems of the backbone, where it is not the first try; the command
-# `python -m minithink.bench transfer --settings` prints it. Empty until the test problems run with it: until then the
-# tables show the first tries.
-BEST: dict[str, str] = {}
+# `python -m minithink.bench transfer --settings` prints it.
+BEST: dict[str, str] = {
+    "window": "window:schedule=interval:64,protect_prompt=true",
+    "streaming_llm": "streaming_llm:schedule=interval:16,protect_prompt=true",
+    "sepllm": "sepllm:window=0.6,protect_prompt=true",
+    "random": "random:schedule=interval:16,protect_prompt=true",
+    "vase": "vase:buffer=16,variant=dkv,protect_prompt=true",
+    "h2o": "h2o:recent=0.75,protect_prompt=true",
+    "tova": "tova:schedule=interval:16,protect_prompt=true",
+    "scissorhands": "scissorhands:history=64,by=mean,buffer=16,protect_prompt=true",
+    "ada_snapkv": "ada_snapkv:buffer=16,floor=0.8,protect_prompt=true",
+    "pyramidkv": "pyramidkv:buffer=16,beta=2,protect_prompt=true",
+    "raas:page=16": "raas:page=16,share=0.75",
+    "rkv": "rkv:buffer=16,lam=0.3,protect_prompt=true",
+    "skipkv": "skipkv:schedule=interval:16,tau=0.9,at=boundary",
+    "skipkv:steering=false": "skipkv:steering=false,schedule=interval:16,tau=0.9",
+    "crystal_kv": "crystal_kv:p=0.5",
+    "crystal_kv_lite": "crystal_kv_lite:p=0.5",
+    "dynts": "dynts:ratio=0.5",
+    "tbe": "tbe:tau=64",
+    "thinkv:types=1": "thinkv:types=1,tau=64",
+    "keydiff": "keydiff:schedule=interval:16,recent=32,protect_prompt=true",
+    "knorm": "knorm:schedule=interval:16,recent=32,protect_prompt=true",
+    "triattention": "triattention:buffer=16,share=layers",
+    "kivi:bits=4": "kivi:bits=4,residual=32",
+    "pm_kvq": "pm_kvq:max_len=8192",
+    "seal": "seal:alpha_0=0.5",
+}
 CHOSEN = {name: texts[0] for name, texts in TRIES.items()} | BEST
 
 FEW_BITS = (
