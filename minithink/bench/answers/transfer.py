@@ -9,6 +9,7 @@ bootstrap's over policies.
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +33,7 @@ from minithink.bench.answers.sweep import (
 from minithink.bench.methods import Column, Result, Row, Sweep, Table, Transfer, collected
 from minithink.bench.methods.settings import best
 from minithink.cli.commands import location, positive
-from minithink.errors import MinithinkError, UsageError
+from minithink.errors import MinithinkError, UsageError, counted
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
@@ -128,15 +129,19 @@ class Source:
 
     def answers(self, model: str) -> Result:
         """The comparison of answers on one model, as of `sweep.result_of`, but with a row for each policy and budget,
-        of all families together, with its tests."""
+        of all families together, with its tests. A policy that lacks a family at a budget has no row;
+        result["left_out"] says how many there are: budget → number."""
         name = self.one.answers
         wanted = wanted_of(self.sweep_of(name, model))
         result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
         right = right_of(self.runs_of(name, model))
-        rows = [together(*cell, own) | {"tests": {}} for cell, own in by_cell(result["measurements"]).items()]
+        found = [together(*cell, own) | {"tests": {}} for cell, own in by_cell(result["measurements"]).items()]
+        most = max(row["families"] for row in found)
+        rows = [row for row in found if row["families"] == most]
+        left_out = Counter(row["budget"] for row in found if row["families"] < most)
         add_tests([row for row in rows if row["budget"] is not None], right, self.one.beside)
         add_tests([row for row in rows if row["budget"] is None], right, (FULL,))
-        return result | {"measurements": rows}
+        return result | {"measurements": rows, "left_out": left_out}
 
     def losses(self, model: str) -> Result:
         """The losses of texts on one model: how far each policy is above the full cache."""
@@ -164,9 +169,6 @@ class Source:
 
             setting     the policy as Markdown, bold if it has the most right answers of its name
             by_family   family → share of right answers
-            first       right answers on the test problems of the first model at this budget; None: not measured
-
-        result["ranks"] is the rank correlation of all names' first settings with that column.
         """
         name = self.one.settings
         wanted = self.wanted_settings()
@@ -176,24 +178,15 @@ class Source:
         rows = {cell: together(*cell, own) | {"tests": {}} for cell, own in of_cell.items()}
         add_tests([row for row in rows.values() if row["budget"] is not None], right_of(runs), self.one.beside[:1])
         best_of = best([run.row for run in runs], self.one.tries)
-        first = first_of(self.one)
-        elsewhere = {cell: fmean(right) for cell, right in right_of(self.answers_of(first)).items()}
         tried = list[dict[str, Any]]()
         for named, texts in self.one.tries.items():
             for text in texts:
                 for cell in (cell for cell in rows if cell[0] == text):
-                    row = rows[cell] | {"first": elsewhere.get(cell)}
+                    row = rows[cell]
                     row["by_family"] = {m["family"]: m["pass_at_1"] for m in of_cell[cell]}
                     row["setting"] = f"**`{text}`**" if best_of.get(named) == text else f"`{text}`"
                     tried.append(row)
-        firsts = {texts[0] for texts in self.one.tries.values()}
-        both = [row for row in tried if row["policy"] in firsts and row["budget"] and row["first"] is not None]
-        mine = [row["right"] for row in both]
-        theirs = [row["first"] for row in both]
-        low, high = interval(mine, theirs) or (None, None)
-        ranks = {"rho": spearman(mine, theirs), "low": low, "high": high, "policies": len(both)}
-        about = result["settings"] | {"first": first}
-        return result | {"measurements": tried, "ranks": ranks, "settings": about}
+        return result | {"measurements": tried}
 
     def answers_of(self, model: str) -> list[Run]:
         """The runs of answers of one model; an empty list if there are none."""
@@ -325,11 +318,6 @@ def said_of(what: tuple[str, str]) -> str:
     return f"{model}, {kind if kind == ANSWERS else f'loss of {kind}'}"
 
 
-def first_of(one: Transfer) -> str:
-    """The first model of a comparison."""
-    return next(iter(one.models))
-
-
 def chosen(source: Source) -> dict[str, str]:
     """Name → the setting that has the most right answers on the validation problems."""
     runs = [*shown(source.one.settings, source.where, source.wanted_settings(), source.runs).values()]
@@ -367,8 +355,9 @@ def said_of_tests(result: Result) -> list[str]:
     """What the columns mean."""
     settings = result["settings"]
     points = f"{100 * EQUAL:g} points"
-    families = {row["families"] for row in result["measurements"]}
-    lacking = ["Where a policy lacks runs, of fewer families, and without a test."] if len(families) > 1 else []
+    numbers = result["left_out"].items()
+    left_out = [f"{counted(number, 'policy')} at {budget_text(budget)}" for budget, number in numbers]
+    lacking = [f"Left out, because some family has no run yet: {', '.join(left_out)}."] if left_out else []
     text = [
         f"{settings['limit']} {settings['split']} problems of each family. Less: the difference in points, its 95 % "
         "interval (bootstrap over problems), and the probability of McNemar's exact test, corrected by Holm for all "
@@ -400,33 +389,26 @@ def said_below_ranks(result: Result) -> list[str]:
 
 
 def said_of_settings(result: Result) -> list[str]:
-    """What the columns mean, and how the order agrees with that of the first model."""
-    ranks = result["ranks"]
+    """What the columns mean."""
     about = result["settings"]
     text = [
         f"{about['limit']} {about['split']} problems of each family. Bold: the setting that is chosen, which has the "
         "most right answers of its three, whatever its bytes. All: with Wilson's 95 % interval. Less: the difference "
         "in points, its 95 % interval (bootstrap over problems), and the probability of McNemar's exact "
-        "test, corrected by Holm for all tests of this table. Bytes: the mean of peaks, of the full cache's. Test, "
-        f"{about['first']}: the same setting on that model's test problems.",
+        "test, corrected by Holm for all tests of this table. Bytes: the mean of peaks, of the full cache's."
     ]
-    if ranks["rho"] is not None:
-        spread = "" if ranks["low"] is None else f" ({ranks['low']:+.2f} to {ranks['high']:+.2f})"
-        text.append(
-            f"The rank correlation of this table with that column is {ranks['rho']:+.2f}{spread}, over the "
-            f"{ranks['policies']} policies whose first setting was measured on both; the interval is the bootstrap's "
-            "over policies."
-        )
     return [" ".join([*text, *said_of_commits(result)]), ""]
 
 
 def with_budget(result: Result) -> list[Row]:
-    """Rows of policies with a budget, best first over all budgets."""
+    """Rows of policies with a budget, best first over the budgets at which most policies have run."""
     rows = [m for m in result["measurements"] if m["budget"] is not None]
+    numbers = Counter(row["budget"] for row in rows)
     rights = dict[str, list[float]]()
     for row in rows:
-        rights.setdefault(row["policy"], []).append(row["right"])
-    return sorted(rows, key=lambda row: (-fmean(rights[row["policy"]]), row["policy"], row["budget"]))
+        if numbers[row["budget"]] == max(numbers.values()):
+            rights.setdefault(row["policy"], []).append(row["right"])
+    return sorted(rows, key=lambda row: (-fmean(rights.get(row["policy"], [0])), row["policy"], row["budget"]))
 
 
 def without_budget(result: Result) -> list[Row]:
@@ -461,7 +443,6 @@ def tables_of(one: Transfer) -> dict[str, Table]:
                 ("all", ("right", "low", "high"), SPREAD),
                 *of_tests(one.beside[:1]),
                 *ends,
-                (f"test, {first_of(one)}", "first", "{:.1%}"),
             ),
             said=said_of_settings,
         ),

@@ -6,6 +6,7 @@ Number formats alone have none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 
 from minithink.bench.methods import Sweep, Transfer
@@ -99,17 +100,9 @@ BEST: dict[str, str] = {
     "pm_kvq": "pm_kvq:max_len=8192",
     "seal": "seal:alpha_0=0.5",
 }
-CHOSEN = {name: texts[0] for name, texts in TRIES.items()} | BEST
+FIRST = {name: texts[0] for name, texts in TRIES.items()}
+CHOSEN = FIRST | BEST
 
-FEW_BITS = (
-    *(f"{CHOSEN[name]}+quant:fmt=nvfp4" for name in ("rkv", "random_attention", "triattention")),
-    f"{CHOSEN['rkv']}+quant:fmt=tq4",
-    f"{CHOSEN['triattention']}+quant:fmt=tq4",
-    f"{CHOSEN['triattention']}+quant:fmt=tq3",
-    of("thinkv", "four=tq4", "two=tq2"),
-)
-# TriAttention protects its prompt, and the baselines of its paper do not protect theirs: here both do neither.
-UNPROTECTED = tuple(unprotected(CHOSEN[name]) for name in ("rkv", "triattention"))
 CRYSTAL = ("crystal_kv", *(f"crystal_kv:{setting}" for setting in ("birth=0", "lam=0.8", "lam=1", "p=0.5", "p=0.7")))
 FORMATS = ("fp8", "int8", "nvfp4", "int4", "int4s", "int2", "int2s", "ternary", "tq4", "tq3", "tq2", "tq1")
 WITHOUT_SETTINGS = (
@@ -117,7 +110,23 @@ WITHOUT_SETTINGS = (
     "tbq:precision=R4E4T4",
     "tbq:types=1",
 )
-ALL = tuple(dict.fromkeys((*CHOSEN.values(), *FEW_BITS, *UNPROTECTED, *CRYSTAL, *WITHOUT_SETTINGS)))
+
+
+def with_settings(texts: Mapping[str, str]) -> tuple[str, ...]:
+    """All policies that are compared. texts: name → policy with the setting of that name."""
+    few_bits = (
+        *(f"{texts[name]}+quant:fmt=nvfp4" for name in ("rkv", "random_attention", "triattention")),
+        f"{texts['rkv']}+quant:fmt=tq4",
+        f"{texts['triattention']}+quant:fmt=tq4",
+        f"{texts['triattention']}+quant:fmt=tq3",
+        of("thinkv", "four=tq4", "two=tq2"),
+    )
+    # TriAttention protects its prompt, and the baselines of its paper do not protect theirs: here both do neither.
+    without_prompt = tuple(unprotected(texts[name]) for name in ("rkv", "triattention"))
+    return tuple(dict.fromkeys((*texts.values(), *few_bits, *without_prompt, *CRYSTAL, *WITHOUT_SETTINGS)))
+
+
+ALL = with_settings(CHOSEN)
 
 SWEEPS = {
     "transfer": Sweep(
@@ -126,6 +135,13 @@ SWEEPS = {
         budgets=BUDGETS,
         split="test",
         beside=CHOSEN["random_attention"],
+    ),
+    "transfer-first": Sweep(
+        "the same, but every policy with the setting that is tried first",
+        with_settings(FIRST),
+        budgets=BUDGETS,
+        split="test",
+        beside=FIRST["random_attention"],
     ),
     "transfer-losses": Sweep(
         "the same policies by the loss of reference traces and of fixed texts",
@@ -142,15 +158,28 @@ SWEEPS = {
         problems=64,
     ),
 }
+BACKBONE = "6703513649b7e356"  # hash of the weights of smollm2-think
+
 TRANSFERS = {
     "transfer": Transfer(
         answers="transfer",
         losses="transfer-losses",
         settings="transfer-settings",
-        tuned=("backbone", "6703513649b7e356"),  # smollm2-think
+        tuned=("backbone", BACKBONE),
         tries=TRIES,
         ranked={name: CHOSEN[name] for name in EVICTING},
         beside=(CHOSEN["random_attention"], CHOSEN["window"]),
-        models={"embedded": ""},  # control and backbone are added when the pool has their runs
+        models={"embedded": "", "backbone": BACKBONE},  # the control is added when the pool has its runs
+    ),
+    # The embedded model has run most policies with their first settings only.
+    "first": Transfer(
+        answers="transfer-first",
+        losses="transfer-losses",
+        settings="transfer-settings",
+        tuned=("backbone", BACKBONE),
+        tries=TRIES,
+        ranked={name: FIRST[name] for name in EVICTING},
+        beside=(FIRST["random_attention"], FIRST["window"]),
+        models={"embedded": ""},
     ),
 }

@@ -34,7 +34,8 @@ def test_every_policy_is_one(name: str) -> None:
     for cell in cells:
         cell.make(longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
-    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few", "transfer")
+    tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few")
+    tests += ("transfer", "transfer-first")
     assert (one.split == "test") == (name in tests)
     many = ("crystal-kv-heat", "dynts-windows", "baselines-settings", "transfer-settings")  # cells
     assert one.losses or one.problems == (64 if name in many else 200)
