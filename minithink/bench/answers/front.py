@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench front`."""
     add = parser.add_argument
     names = tuple(transfer.TRANSFERS)
-    add("name", nargs="?", default=names[0], choices=names, help=f"which comparison: {', '.join(names)}")
+    add("name", nargs="?", default=transfer.DEFAULT, choices=names, help=f"which comparison: {', '.join(names)}")
     add("--model", metavar="TITLE", help="a model of the comparison (default: its last one)")
     add("--plot", type=location, metavar="FILE", help="draw right answers by bytes, and the fronts, as SVG")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")

@@ -43,6 +43,7 @@ from minithink.results.pooled import need
 from minithink.tasks import families
 
 TRANSFERS: dict[str, Transfer] = collected("TRANSFERS")
+DEFAULT = "transfer"  # the comparison of all policies
 ANSWERS = "answers"
 EQUAL = 0.05  # two policies count as equally right if the whole interval of their difference is below this
 OF_LOSSES = ("loss", "losses", "kv_bytes_peak")  # what is read of a row
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench transfer`."""
     add = parser.add_argument
     names = tuple(TRANSFERS)
-    add("name", nargs="?", default=names[0], choices=names, help=f"which comparison: {', '.join(names)}")
+    add("name", nargs="?", default=DEFAULT, choices=names, help=f"which comparison: {', '.join(names)}")
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "--plot", type=location, metavar="FILE", help="draw the right answers of the last model by all else, as SVG"

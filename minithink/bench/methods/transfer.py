@@ -112,20 +112,26 @@ WITHOUT_SETTINGS = (
 )
 
 
-def with_settings(texts: Mapping[str, str]) -> tuple[str, ...]:
-    """All policies that are compared. texts: name → policy with the setting of that name."""
-    few_bits = (
+def in_few_bits(texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Eviction and quantization in one cache. texts: name → policy with the setting of that name."""
+    return (
         *(f"{texts[name]}+quant:fmt=nvfp4" for name in ("rkv", "random_attention", "triattention")),
         f"{texts['rkv']}+quant:fmt=tq4",
         f"{texts['triattention']}+quant:fmt=tq4",
         f"{texts['triattention']}+quant:fmt=tq3",
         of("thinkv", "four=tq4", "two=tq2"),
     )
+
+
+def with_settings(texts: Mapping[str, str]) -> tuple[str, ...]:
+    """All policies that are compared. texts: as above."""
+    few_bits = in_few_bits(texts)
     # TriAttention protects its prompt, and the baselines of its paper do not protect theirs: here both do neither.
     without_prompt = tuple(unprotected(texts[name]) for name in ("rkv", "triattention"))
     return tuple(dict.fromkeys((*texts.values(), *few_bits, *without_prompt, *CRYSTAL, *WITHOUT_SETTINGS)))
 
 
+FEW_BITS = in_few_bits(CHOSEN)
 ALL = with_settings(CHOSEN)
 
 SWEEPS = {

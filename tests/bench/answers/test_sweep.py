@@ -35,7 +35,7 @@ def test_every_policy_is_one(name: str) -> None:
         cell.make(longest=600)
     tests = ("main", "crystal-kv", "skipkv", "dynts", "dynts-ablation", "redundancy")
     tests += ("baselines", "baselines-needed", "baselines-unprotected", "baselines-sawtooth", "main-few")
-    tests += ("transfer", "transfer-first")
+    tests += ("transfer", "transfer-first", "combined")
     assert (one.split == "test") == (name in tests)
     many = ("crystal-kv-heat", "dynts-windows", "baselines-settings", "transfer-settings")  # cells
     assert one.losses or one.problems == (64 if name in many else 200)

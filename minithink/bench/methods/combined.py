@@ -1,0 +1,54 @@
+"""TriAttention and TurboQuant, alone and together: which tokens stay, and in how many bits.
+
+The policies and their settings are those of `methods/transfer.py`, so their runs are in the pool once.
+"""
+
+from __future__ import annotations
+
+from minithink.bench.methods import Sweep, Transfer
+from minithink.bench.methods.settings import unprotected
+from minithink.bench.methods.transfer import BACKBONE, BUDGETS, CHOSEN, FEW_BITS, FIXED, TRACES, TRIES
+from minithink.evaluate.texts import REFERENCE
+
+RKV = CHOSEN["rkv"]
+TRIATTENTION = CHOSEN["triattention"]
+RANDOM_ATTENTION = CHOSEN["random_attention"]
+EVICTING = (RKV, TRIATTENTION, RANDOM_ATTENTION, CHOSEN["thinkv"], CHOSEN["thinkv:types=1"])
+# TriAttention protects its prompt, and the baselines of its paper do not protect theirs.
+UNPROTECTED = (unprotected(RKV), unprotected(TRIATTENTION))
+KEEPING = (
+    CHOSEN["kivi:bits=4"],
+    CHOSEN["kivi"],
+    *(f"quant:fmt={name}" for name in ("nvfp4", "int4", "tq4", "tq3", "tq2", "tq1")),
+)
+POLICIES = (*EVICTING, *FEW_BITS, *UNPROTECTED, *KEEPING)
+
+SWEEPS = {
+    "combined": Sweep(
+        "eviction and few bits in one cache, TriAttention and TurboQuant among them",
+        POLICIES,
+        budgets=BUDGETS,
+        split="test",
+        beside=RKV,
+    ),
+    "combined-losses": Sweep(
+        "the same by the loss of reference traces and of fixed texts",
+        POLICIES,
+        budgets=BUDGETS[1:],
+        problems=TRACES,
+        datasets=(REFERENCE, FIXED),
+        losses=True,
+    ),
+}
+TRANSFERS = {
+    "combined": Transfer(
+        answers="combined",
+        losses="combined-losses",
+        settings="transfer-settings",
+        tuned=("backbone", BACKBONE),
+        tries=TRIES,
+        ranked={name: CHOSEN[name] for name in ("rkv", "triattention", "random_attention", "thinkv")},
+        beside=(RKV, TRIATTENTION),
+        models={"backbone": BACKBONE},
+    ),
+}
