@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from minithink.cli.process import Signals, Stopped
-from minithink.errors import MinithinkError, counted
+from minithink.errors import MinithinkError, UsageError, counted
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -33,6 +33,7 @@ def spread(
     processes: int,
     log: Callable[[Item], Path],
     waits: Callable[[Item], bool] = never,
+    gpus: Sequence[str] = (),
 ) -> Iterator[tuple[Item, Result | Exception]]:
     """Call work(item) for each item, in new processes that share the CPU's cores → each item with its result or its
     exception, in the order in which the calls end.
@@ -47,6 +48,8 @@ def spread(
         log: the file to whose end a call writes its output.
         waits: whether an item must not begin yet. It is asked again after each result. Items that still wait when all
             calls have ended are left out.
+        gpus: of which each process sees one, in turns, named as in CUDA_VISIBLE_DEVICES; (): each sees what this
+            process sees.
 
     Raises:
         KeyboardInterrupt: after an interrupt, when all running calls have ended.
@@ -59,9 +62,10 @@ def spread(
     busy = dict[Any, Item]()  # our end of the pipe to a process → the item that it works on
     started = list[Any]()
     threads = max(1, (os.cpu_count() or 1) // processes)
-    for _ in range(min(processes, len(items))):
+    for number in range(min(processes, len(items))):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, work, threads), daemon=True)
+        gpu = gpus[number % len(gpus)] if gpus else None
+        process = context.Process(target=_serve, args=(theirs, work, threads, gpu), daemon=True)
         process.start()
         started.append(process)
         theirs.close()
@@ -113,8 +117,21 @@ def spread(
         ours.close()
 
 
-def _serve(pipe: connection.Connection, work: Callable[[Item], Result], threads: int) -> None:
-    """The main function of a process: work until the other end of the pipe is closed."""
+def visible_gpus(count: int) -> list[str]:
+    """The names of the first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them. UsageError: there are
+    fewer."""
+    there = torch.cuda.device_count()
+    if count > there:
+        raise UsageError(f"--gpus is {count}, and torch sees {counted(there, 'GPU')}: give fewer.")
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = named.split(",") if named else [str(number) for number in range(there)]
+    return names[:count]
+
+
+def _serve(pipe: connection.Connection, work: Callable[[Item], Result], threads: int, gpu: str | None) -> None:
+    """The main function of a process: work until the other end of the pipe is closed. gpu: the one that it sees."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before torch looks for GPUs, which it does once
     torch.set_num_threads(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -19,7 +19,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 from minithink.bench.answers import losses, overall, pool
 from minithink.bench.answers.overall import DIFFERENCE, compared, points
 from minithink.bench.answers.pool import Run, key_of, pick, serves
-from minithink.bench.answers.processes import spread
+from minithink.bench.answers.processes import spread, visible_gpus
 from minithink.bench.methods import Column, Result, Sweep, Table, collected
 from minithink.bench.tables.markdown import short
 from minithink.checkpoint.calibration import FORESIGHT, identity
@@ -41,8 +41,8 @@ from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, es
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import load_dataset
 from minithink.evaluate.job import Job
-from minithink.evaluate.plan import Cell, Spec, plan
-from minithink.evaluate.summary import FULL, Row, summarize
+from minithink.evaluate.plan import Cell, Spec, budgets, plan
+from minithink.evaluate.summary import FULL, Row, budget_text, summarize
 from minithink.generation import GenerationConfig
 from minithink.kv.stack import members
 from minithink.results import origin, record
@@ -106,6 +106,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run so many policies at a time, each with a log beside its run (default 1)",
     )
     add(
+        "--gpus",
+        type=positive,
+        metavar="N",
+        help="spread the processes over the first N GPUs (default: all run on the one of --device)",
+    )
+    add(
+        "--budgets",
+        type=budgets,
+        metavar="N,N,…",
+        help="only these budgets, as in 0.25,0.5; policies without a budget run, too (default: all)",
+    )
+    add(
         "--plot",
         type=location,
         metavar="DIR",
@@ -135,6 +147,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         record.check(args.plot / "picture.svg", "--plot")
     if args.plot is not None or args.recheck:
         losses.refuse(chosen, "--plot" if args.plot is not None else "--recheck")
+    known = {budget for sweep in chosen.values() for budget in sweep.budgets}
+    for budget in args.budgets or ():
+        if budget not in known:
+            raise UsageError(
+                f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
+            )
+    if args.gpus is not None and args.gpus > args.processes:
+        raise UsageError(
+            f"--gpus is {args.gpus} and --processes {args.processes}: give a process or more for each GPU."
+        )
     if args.limit and args.results == record.default_path("x").parent:
         raise UsageError("--limit is a quick look, and the documents show the pool: give another --results.")
     if not args.plot_only:
@@ -142,6 +164,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         draw_all(args, chosen)
     return 0
+
+
+def budgets_said(known: Collection[int | float]) -> str:
+    """The budgets of comparisons, in words."""
+    if not known:
+        return "no policy takes one"
+    return f"give some of {', '.join(f'{budget:g}' for budget in sorted(known))}"
 
 
 def fill(args: argparse.Namespace, argv: list[str], chosen: Sequence[Sweep]) -> None:
@@ -187,7 +216,7 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
     keys = list[Wanted]()
     for name in names:
         settings = settings_of(sweep, name, folder, args)
-        keys += [key_of(settings, cell) for cell in cells_for(sweep, folder)]
+        keys += [key_of(settings, cell) for cell in cells_for(sweep, folder) if is_asked_for(cell, args)]
     for key in keys:
         if key["policy"] == FULL and not sweep.losses:
             key["recall"] = False  # it holds all that attention looks at
@@ -196,6 +225,12 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
             for part in OF_FOLDER:
                 key.pop(part, None)
     return keys
+
+
+def is_asked_for(cell: Cell, args: argparse.Namespace | None) -> bool:
+    """Whether the options leave a cell in."""
+    chosen = None if args is None else args.budgets
+    return chosen is None or cell.budget is None or cell.budget in chosen
 
 
 def datasets_of(sweep: Sweep, args: argparse.Namespace | None = None) -> Sequence[str]:
@@ -336,6 +371,7 @@ def generate(args: argparse.Namespace, argv: list[str], keys: Sequence[Wanted]) 
             work,
             ordered,
             args.processes,
+            gpus=[] if args.gpus is None else visible_gpus(args.gpus),
             log=partial(log_of, args),
             waits=lambda key: needs_length(key) and key["dataset"] in without_full,
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from minithink.bench.answers.processes import spread
+from minithink.bench.answers.processes import spread, visible_gpus
 from minithink.errors import MinithinkError, UsageError
 
 
@@ -48,6 +48,27 @@ def test_every_item_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     }
     assert capfd.readouterr().out == ""
     assert list(spread(work, [], 2, partial(log_of, tmp_path))) == []
+
+
+def seen(x: int) -> str:
+    """The GPUs that its process sees. The sleep lets every process have an item."""
+    time.sleep(0.5)
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def test_processes_see_one_gpu_each_in_turns(tmp_path: Path) -> None:
+    found = list(spread(seen, [1, 2, 3, 4], 4, partial(log_of, tmp_path), gpus=["5", "7"]))
+    assert sorted(result for _, result in found if isinstance(result, str)) == ["5", "5", "7", "7"]
+
+
+def test_gpus_are_named_as_this_process_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,6")
+    assert visible_gpus(1) == ["3"]
+    with pytest.raises(UsageError, match="--gpus is 3, and torch sees 2 GPUs: give fewer"):
+        visible_gpus(3)
 
 
 def test_what_fails_stops_nothing_else(tmp_path: Path) -> None:

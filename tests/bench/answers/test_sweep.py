@@ -287,7 +287,7 @@ def test_what_needs_no_length_of_the_full_cache_does_not_wait(
     waiting = list[set[tuple[str, str]]]()  # before each result
     broken = ("facts", "quant:fmt=int8")
 
-    def spread(work: Any, keys: list[Any], processes: int, log: Any, waits: Any) -> Any:
+    def spread(work: Any, keys: list[Any], processes: int, log: Any, waits: Any, **_: Any) -> Any:
         assert [key["policy"] for key in keys] == ["full"] * 2 + ["quant:fmt=int8"] * 2 + ["window"] * 2
         for key in keys:
             waiting.append({(k["dataset"], k["policy"]) for k in keys if waits(k)})
@@ -333,6 +333,33 @@ def test_a_run_that_was_interrupted(tmp_path: Path, small: None, monkeypatch: py
     assert main([*words_of(again, "snapkv"), *facts, "--finished", "--join", str(tmp_path / pool.FILE)]) == 0
     assert (again / pool.FILE).read_bytes() == (tmp_path / pool.FILE).read_bytes()
     assert len(whole) > 1000
+
+
+def test_some_budgets_alone(small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all that has none."""
+    one = replace(sweep.SWEEPS["snapkv"], policies=("window", "kivi"), budgets=(0.25, 0.5))
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
+    wanted = list[tuple[str, float | None]]()
+    monkeypatch.setattr(
+        sweep, "generate", lambda args, argv, keys: wanted.extend((key["policy"], key["budget"]) for key in keys)
+    )
+    assert main([*words_of(tmp_path, "snapkv"), "--families", "facts", "--budgets", "0.5"]) == 0
+    assert wanted == [("full", None), ("window", 0.5), ("kivi", None)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--budgets", "0.3"], "snapkv: there is no budget of 30 %; give some of 0.5"),
+        (["--gpus", "2"], "--gpus is 2 and --processes 1: give a process or more for each GPU"),
+    ],
+)
+def test_options_that_make_no_sense(
+    small: None, tmp_path: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words_of(tmp_path, "snapkv"), *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / pool.FILE).exists()
 
 
 def test_a_quick_look_is_not_for_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
@@ -517,6 +544,7 @@ def test_another_model_runs_what_it_is_calibrated_for(
     assert said.count(" Left out: thinkv; tbq\n") == 1
     assert "0 of 4 runs are in" in said, "full and three budgets of window"
     args = argparse.Namespace(model=str(model), families=["facts"], limit=1, max_new_tokens=None, plot_only=False)
+    args.budgets = None
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     made: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
     runs = list[pool.Run]()
