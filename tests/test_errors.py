@@ -137,7 +137,8 @@ def test_escapes_say_which_character_it_was() -> None:
 def test_advice_to_install_names_packages_that_an_index_has() -> None:
     """`minithink[plots]` works in no checkout; what is named instead is a requirement of pyproject.toml."""
     known = (ROOT / "pyproject.toml").read_text()
-    for path in [*(ROOT / "minithink").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "appendix").glob("*.md"), ROOT / "README.md"]
+    for path in [*(ROOT / "minithink").rglob("*.py"), *pages]:
         text = path.read_text()
         assert "minithink[" not in text, path
         for advised in re.findall(r"pip install (?:--force-reinstall )?'([\w-]+[<>=][^']*)'", text):

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "appendix").glob("*.md")),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -18,13 +19,13 @@ PAGES = [
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     for name, file in NAMED.findall(page.read_text("utf-8")):
         path = page.parent / file
-        assert path.is_file(), f"{page.name} names {file}, which is missing"
+        assert path.is_file(), f"{page} names {file}, which is missing"
         tests = re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
-        assert name in tests, f"{page.name} names {name}, which {file} has not"
+        assert name in tests, f"{page} names {name}, which {file} has not"
 
 
 def test_claims_about_the_cache_name_their_tests() -> None:
@@ -47,9 +48,9 @@ def test_links_lead_to_files_and_headings() -> None:
                 continue
             file, _, anchor = target.partition("#")
             path = page.parent / file if file else page
-            assert path.exists(), f"{page.name} leads to {target}, which is missing"
+            assert path.exists(), f"{page} leads to {target}, which is missing"
             if anchor:
-                assert anchor in anchors(path), f"{page.name} leads to {target}, which has no such heading"
+                assert anchor in anchors(path), f"{page} leads to {target}, which has no such heading"
 
 
 def anchors(page: Path) -> set[str]:

@@ -1,6 +1,7 @@
 """Tables of the documents, made from the result files; --check fails where a document and its results differ.
 
-A document says where a table belongs, and everything between the two lines is replaced:
+The documents are README.md, docs/*.md and docs/appendix/*.md: an appendix has the long tables of a page. A document
+says where a table belongs, and everything between the two lines is replaced:
 
     <!-- table:decode-cpu -->
     <!-- end -->
@@ -62,20 +63,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:
-    """Bring README.md and docs/*.md up to date, or check them; or print the tables of another folder."""
+    """Bring the documents up to date, or check them; or print the tables of another folder."""
     if args.results is not None:
         return show(args.results)
     if not args.root.is_dir():
         raise UsageError(f"--root {args.root} is no folder: give that of the checkout.")
-    paths = [args.root / "README.md", *sorted((args.root / "docs").glob("*.md"))]
-    paths = [path for path in paths if path.is_file()]
+    paths = documents(args.root)
     source = Source(args.root / origin.RESULTS, marked=not args.check)
     other = []  # documents that differ from their results
     for number, path in enumerate(paths, start=1):
         name = path.relative_to(args.root).as_posix()
         print(f"{number} of {len(paths)}: {name}", file=sys.stderr, flush=True)
         before = path.read_text(encoding="utf-8")
-        after = fill(before, path.name, source, path.parent)
+        after = fill(before, name, source, path.parent)
         if args.check and unmarked(after) != unmarked(before):
             other.append(name)
         if not args.check and after != before:
@@ -86,6 +86,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise MinithinkError(f"Tables are out of date in {names}: run `python -m minithink.bench tables`.")
     print(f"updated {names}" if other else "all tables are up to date", file=sys.stderr)
     return 0
+
+
+def documents(root: Path) -> list[Path]:
+    """Every page of a checkout that may have tables: README.md, docs/*.md and the appendices, docs/appendix/*.md."""
+    paths = [root / "README.md"]
+    for folder in (root / "docs", root / "docs" / "appendix"):
+        paths += sorted(folder.glob("*.md"))
+    return [path for path in paths if path.is_file()]
 
 
 def unmarked(text: str) -> str:

@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_is_said(
 def commands() -> list[str]:
     """The commands in the pages, after the shell has put in what its variables hold."""
     found = []
-    for page in sorted(DOCS.glob("*.md")):
+    for page in sorted(DOCS.rglob("*.md")):
         for block in re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
             if "minithink.bench differences" in block:
                 script = block.replace("python -m minithink.bench differences", "echo differences")

@@ -260,6 +260,23 @@ def test_a_calibration_is_read_beside_the_model(root: Path, tmp_path: Path, monk
     )
 
 
+def test_an_appendix_is_filled_in_and_links_its_result(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may have the name of its page. Other folders of docs/ have no tables."""
+    appendix = root / "docs" / "appendix" / "speed.md"
+    tutorial = root / "docs" / "tutorials" / "speed.md"
+    marker = "<!-- table:decode-gpu -->\n<!-- end -->"
+    for page in (appendix, tutorial):
+        page.parent.mkdir()
+        page.write_text(marker)
+    assert main(["tables", "--root", str(root)]) == 0
+    assert "[decode-gpu.json](../results/decode-gpu.json)" in appendix.read_text()
+    assert "[decode-gpu.json](results/decode-gpu.json)" in (root / "docs" / "speed.md").read_text()
+    assert tutorial.read_text() == marker
+    appendix.write_text("<!-- table:decode-gpu -->")
+    assert main(["tables", "--check", "--root", str(root)]) == 1
+    assert "docs/appendix/speed.md:1 begins a table" in capsys.readouterr().err
+
+
 def test_near_ties_are_said() -> None:
     lines = pages.lines_of(pages.TABLES["margins"], MARGINS)
     assert lines[0] == (
