@@ -223,11 +223,11 @@ def test_a_run_of_changed_code_is_marked_and_passes_the_check(
 
 
 def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of the project's own pages, with code and defaults that no run has had."""
-    (tmp_path / "docs").mkdir()
+    """A page of the project and an appendix, with code and defaults that no run has had."""
+    (tmp_path / "docs" / "appendix").mkdir(parents=True)
     (tmp_path / "docs" / "results").symlink_to(origin.ROOT / origin.RESULTS)
-    for name in ("baselines.md", "robustness.md"):
-        shutil.copy(origin.ROOT / "docs" / name, tmp_path / "docs")
+    for name in ("baselines.md", "appendix/robustness.md"):
+        shutil.copy(origin.ROOT / "docs" / name, tmp_path / "docs" / name)
     monkeypatch.setattr(pool, "settings_of", lambda policy: {"no_such_setting": 1})
     monkeypatch.setattr(pooled, "source_of", lambda *_: {"policy": "another"})
     assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
