@@ -53,6 +53,17 @@ def test_links_lead_to_files_and_headings() -> None:
                 assert anchor in anchors(path), f"{page} leads to {target}, which has no such heading"
 
 
+def test_pages_that_code_names_exist() -> None:
+    """In comments, docstrings and messages. Earlier versions of a page (`COMMIT:docs/…`) are not looked at."""
+    named = 0
+    for folder in ("minithink", "kernels", "tutorials"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for page in re.findall(r"(?<![\w:/])docs/[a-z\d_/-]+\.md", path.read_text("utf-8")):
+                assert (ROOT / page).is_file(), f"{path} names {page}, which is missing"
+                named += 1
+    assert named > 10
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     found = set[str]()

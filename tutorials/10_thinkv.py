@@ -155,8 +155,8 @@ print(
 
 # %% [markdown]
 # The *calibration* says which layers tell thoughts apart (the paper calls them L\*), and where the thresholds θ1 and
-# θ2 lie between the types. It was measured once and lies beside the model's weights (`docs/calibration.md`). The
-# policy averages the sparsity over L\*, and so do we:
+# θ2 lie between the types. It was measured once and lies beside the model's weights
+# (`docs/appendix/calibration.md`). The policy averages the sparsity over L\*, and so do we:
 #
 #     T, transition: sparsity ≥ θ2          R, reasoning: between          E, execution: sparsity < θ1
 #
@@ -278,7 +278,7 @@ print(
 # longer cache has a larger share of tokens without attention. So types on this small model are in part *early, middle
 # and late*. A fair comparison exchanges the words among segments of the same text, or better of the same third of a
 # text, many times. With the 60 texts of the calibration χ² is 36. After exchanges within texts it is 6 on average,
-# within thirds 23, so the place in the text gives most of it (`docs/calibration.md`). Four
+# within thirds 23, so the place in the text gives most of it (`docs/appendix/calibration.md`). Four
 # texts are too few to tell.
 #
 # That is no verdict on the paper, whose models are a thousand times as large. For us it means: on this model we can

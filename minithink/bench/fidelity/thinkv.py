@@ -43,7 +43,7 @@ TYPES = (
             "reread/test_density.py:test_modes_of_mixtures",
             "analysis/test_attention.py:test_modes_are_counted_in_every_layer",
         ),
-        shown=("calibration.md#the-embedded-model", "backbone.md#by-layer"),
+        shown=("appendix/calibration.md#the-embedded-model", "backbone.md#by-layer"),
         here="In the embedded model no layer has three modes for most prompts. In smollm2-think, a pretrained "
         "model, the best of 30 layers has them in 8 of 12 traces, noise in 3.",
     ),
@@ -55,7 +55,7 @@ TYPES = (
             "calibrate/test_agreement.py:test_kappa_is_agreement_beyond_chance",
             "calibrate/test_agreement.py:test_what_the_length_explains_is_told_from_what_it_does_not",
         ),
-        shown=("calibration.md#types-and-keywords", "backbone.md"),
+        shown=("appendix/calibration.md#types-and-keywords", "backbone.md"),
         here="By keywords transitions are more often among the sparsest segments, but reasoning is among the "
         "densest, on three models (V 0.13 to 0.22). In the embedded model this is mostly the place in the text. "
         "Types by sparsity agree with keywords hardly better than chance (κ −0.02 to 0.03).",
@@ -85,7 +85,7 @@ TYPES = (
             "calibrate/test_choose.py:test_layers_that_have_the_modes_for_every_prompt_are_chosen",
             "calibrate/test_thoughts.py:test_thresholds_lie_in_the_valleys_of_tri_modal_layers",
         ),
-        shown=("calibration.md#how",),
+        shown=("appendix/calibration.md#how",),
         paper="It does not say what to do if no layer has the modes for every prompt.",
         here="Then layers that have them for most prompts are taken, and else thresholds are quantiles, which the "
         "command says.",
@@ -95,7 +95,7 @@ TYPES = (
         verdict="differs by choice",
         code=("calibrate.thoughts:measure",),
         tests=("calibrate/test_thoughts.py:test_what_ships_is_of_the_weights_and_of_the_problems_that_ship",),
-        shown=("calibration.md#the-embedded-model",),
+        shown=("appendix/calibration.md#the-embedded-model",),
         paper="One random sample of one dataset.",
         here="The embedded model's own 60 problems, and its thresholds are quantiles. For another model "
         "`--dataset` takes any dataset of the hub.",
@@ -122,7 +122,7 @@ TYPES = (
         verdict="agrees",
         code=("text.thoughts:kinds",),
         tests=("text/test_thoughts.py:test_keywords_of_the_table",),
-        shown=("calibration.md#how",),
+        shown=("appendix/calibration.md#how",),
         paper="Words are not used during inference.",
         here="Nor here by default. The lists also have words of the embedded model, whatever model is read. "
         "`thoughts=keyword` goes by words; it is an extension.",
@@ -560,7 +560,7 @@ ACCURACY = (
         of="Figure 10 (f), §6.3: shares of the three types by dataset",
         verdict="partial",
         code=("calibrate.report:summary",),
-        shown=("calibration.md#the-embedded-model",),
+        shown=("appendix/calibration.md#the-embedded-model",),
         here="Shares by keywords are of the calibration's problems together; those by sparsity are fixed, because "
         "the thresholds are quantiles. `evaluate` does not record types.",
     ),

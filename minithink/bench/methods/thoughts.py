@@ -1,4 +1,4 @@
-"""Types of thoughts: the tables of docs/calibration.md, of files that `minithink.calibrate` wrote."""
+"""Types of thoughts: the tables of docs/appendix/calibration.md, of files that `minithink.calibrate` wrote."""
 
 from __future__ import annotations
 
