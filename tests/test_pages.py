@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from minithink.bench.fidelity.item import VERDICTS
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
@@ -16,6 +18,8 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "tutorials" / "README.md",
 ]
+METHODS = ("thinkv",)
+FIRST_SCREEN = 40  # lines
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
 
 
@@ -36,6 +40,30 @@ def test_claims_about_the_cache_name_their_tests() -> None:
     assert len(rows) > 20
     for row in rows:
         assert NAMED.search(row), row
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_page_of_a_method_begins_with_its_finding_model_and_picture(name: str) -> None:
+    """All of it on the first screen, and so is no table."""
+    first = "\n".join((ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()[:FIRST_SCREEN])
+    assert "](embedded-model.md)" in " ".join(first.split())
+    assert re.search(r"^\* \*\*.+", first, re.MULTILINE), "a finding"
+    assert re.search(r"^!\[.+\]\(\S+\.svg\)$", first, re.MULTILINE), "a picture"
+    assert "\n|" not in first
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_page_of_a_method_says_its_ten_lines_its_verdicts_and_what_to_set(name: str) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    method = page.partition("\n## The method in ten lines\n")[2].partition("\n## ")[0]
+    assert 5 <= len(re.findall(r"^\d+\. ", method, re.MULTILINE)) <= 10
+    table = page.partition("\n| the paper says | verdict | here |\n| --- | --- | --- |\n")[2].partition("\n\n")[0]
+    rows = [row.split(" | ") for row in table.splitlines()]
+    assert len(rows) >= 5
+    for row in rows:
+        assert row[1] in VERDICTS, row
+    assert "\n## What to set\n" in page
+    assert f"](appendix/{name}.md)" in page
 
 
 def test_links_lead_to_files_and_headings() -> None:

@@ -163,8 +163,10 @@ def test_by_hand(excess: int, turn: bool, hard: bool, goal: list[int], cases: tu
 
 
 def test_a_hard_budget_decides_most_where_its_room_is_a_number_of_r() -> None:
-    """One sequence: 1,024 tokens, 128 of them a prompt, all ended segments at 4. What docs/thinkv.md says of the
-    eighth of a generation around 26,624 tokens, segment 208."""
+    """One sequence: 1,024 tokens, 128 of them a prompt, all ended segments at 4.
+
+    docs/appendix/thinkv.md says this of the eighth of a generation around 26,624 tokens, segment 208.
+    """
     tau, retention, budget, begin, end = 128, (64, 32, 16, 8, 4), 1024, 192, 224
     kind, level = torch.full((1, end), 2, dtype=torch.uint8), torch.full((1, end), 5, dtype=torch.uint8)
     level[:, begin:] = 0

@@ -2,7 +2,8 @@
 
 A difference is the share of right answers of one policy minus that of another one, on the same problems. Its interval
 of 95 % is the bootstrap's over problems. Nothing is generated: a comparison (`bench sweep`) has brought the runs into
-the pool. The pages in docs/ name the command of each difference that they quote and that no table of theirs shows.
+the pool. Differences that a page quotes and no table shows are printed by its script, docs/appendix/NAME.sh, or by a
+command that the page names.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ OF_PAPERS = (
         verdict="differs by choice",
         code=("policies.snapkv:SnapKV",),
         tests=("policies/test_snapkv.py:test_a_prompt_is_cut_once_as_the_code_does",),
-        shown=("thinkv-answers.md#a-cut-prompt",),
+        shown=("appendix/thinkv.md#a-cut-prompt",),
         authors="Each query head has a cache and chooses for itself. Not compared on tensors.",
         here="The query heads of a KV head share one choice.",
     ),
@@ -151,7 +151,7 @@ OF_PAPERS = (
             "policies/test_kivi.py:test_the_numbers_of_the_example",
             "quant/test_int_asymmetric.py:test_kivi_keys",
         ),
-        shown=("thinkv-answers.md#each-family",),
+        shown=("appendix/thinkv.md#each-family",),
         authors="The newest values stay exact, and the oldest of them is quantized in every step. Compared, "
         "before that date: equal, but for one value of the window, which was mended since.",
         here="Values are quantized in blocks, with their keys; `flush=official` is the code's way. Codes are "
@@ -166,7 +166,7 @@ OF_PAPERS = (
             "policies/test_pm_kvq.py:test_the_rule_halves_once_and_stops_at_two_bits",
             "quant/test_int_asymmetric.py:test_shrink_equals_the_formula_for_every_code",
         ),
-        shown=("thinkv-answers.md#each-family",),
+        shown=("appendix/thinkv.md#each-family",),
         paper="Bits of each layer by gradients, and smoothed weights.",
         authors="Parameters have the model's type. Compared, before that date: formats and shrinking are equal.",
         here="All layers have the same bits, and weights are not changed. Parameters are FP32.",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from minithink.bench.fidelity.item import Item, Paper
 
-ANSWERS = "thinkv-answers.md"
-SPEED = "thinkv.md"
+PAGE = "thinkv.md"
+EVIDENCE = "appendix/thinkv.md"
 POLICY = "policies.thinkv:ThinKV"
 OPTIONS = "policies.thinkv_options:ThinKVOptions"
 TEST = "policies/test_thinkv.py"
@@ -131,7 +131,7 @@ TYPES = (
         of="Table 6: notation",
         verdict="agrees",
         code=(POLICY,),
-        shown=(f"{SPEED}#words",),
+        shown=(f"{EVIDENCE}#words",),
         here="The head of `policies/thinkv.py` lists the symbols that the code uses, with their names there.",
     ),
     Item(
@@ -139,7 +139,7 @@ TYPES = (
         verdict="contradicts here",
         code=("analysis.segments:means", "analysis.suppress:divergence"),
         tests=("analysis/test_segments.py:test_importance_is_the_mean_over_the_answers_that_were_drawn",),
-        shown=(f"{ANSWERS}#without-one-segment",),
+        shown=(f"{EVIDENCE}#without-one-segment",),
         paper="KL divergence of the answer, 50 rollouts, GPT-OSS-20B.",
         here="In `facts`: execution 1.97 nats, reasoning 0.44, transitions 0.31; the last two are not told apart. "
         "16 problems, 8 rollouts. The place in the text matters as much as the type.",
@@ -149,7 +149,7 @@ TYPES = (
         verdict="partial",
         code=(f"{POLICY}.classify",),
         tests=(f"{TEST}:test_t0_keeps_no_transition",),
-        shown=(f"{ANSWERS}#bits-by-type",),
+        shown=(f"{EVIDENCE}#bits-by-type",),
         here="Dropping all transitions costs 4.8 to 5.7 points, and 1.3 to 3.3 % of the texts end in a loop. "
         "Single transitions were not looked at.",
     ),
@@ -158,7 +158,7 @@ TYPES = (
         verdict="cannot be tested here",
         code=("analysis.suppress:suppress", "analysis.segments:pairs"),
         tests=("analysis/test_suppress.py:test_only_the_segment_that_attention_goes_to_matters",),
-        shown=(f"{ANSWERS}#without-one-segment",),
+        shown=(f"{EVIDENCE}#without-one-segment",),
         here="The association falls with the number of transitions between two segments, but distance alone does "
         "as much. No map is drawn.",
     ),
@@ -196,7 +196,7 @@ STORAGE = (
         verdict="partial",
         code=("quant.ternary:Ternary",),
         tests=("quant/test_symmetric.py:test_points_and_ties", "quant/test_symmetric.py:test_errors_on_gaussians"),
-        shown=(f"{ANSWERS}#bits-by-type",),
+        shown=(f"{EVIDENCE}#bits-by-type",),
         paper="It gives neither the threshold of 0 nor a rule for the scale that is its own.",
         here="The scale is the largest value of a group, and numbers up to half of it become zero. Other scales "
         "were not tried, so what 2 bits lose here may be this rule's fault.",
@@ -217,7 +217,7 @@ STORAGE = (
             f"{TEST}:test_a_group_is_stored_as_its_thought_is",
             "quant/test_format.py:test_by_token_is_by_channel_of_the_transpose",
         ),
-        shown=(f"{ANSWERS}#other-settings", f"{SPEED}#bytes"),
+        shown=(f"{EVIDENCE}#other-settings", f"{EVIDENCE}#bytes"),
         paper="A key scale belongs to a channel of g tokens.",
         here="By default to 16 channels of one token: with R4E4T2 the paper's way, `key_axis=channel`, is 3.5 to "
         "4.0 points worse and takes 1.39 instead of 0.88 % of the bytes.",
@@ -241,7 +241,7 @@ STORAGE = (
         verdict="contradicts here",
         code=("quant.int_symmetric:Int4Symmetric", "quant.int_symmetric:Int2Symmetric"),
         tests=("quant/test_symmetric.py:test_int2s_is_not_ternary",),
-        shown=(f"{ANSWERS}#other-settings",),
+        shown=(f"{EVIDENCE}#other-settings",),
         runs=("thinkv-table10",),
         paper="3.3 and 3.6 points less.",
         here="6.0 to 13.2 points more. The INT2 of this project uses all four codes, ternary three; 4 and 2 bits "
@@ -251,7 +251,7 @@ STORAGE = (
         of="Figure 16, §E.9: keys of reasoning need bits; execution is stable at 4, transitions at 2",
         verdict="partial",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(f"{ANSWERS}#keys-or-values",),
+        shown=(f"{EVIDENCE}#keys-or-values",),
         paper="Integers, R1-Llama-70B.",
         here="Keys of reasoning need most. But keys of every type in 2 bits lose 12.5 points or more; values "
         "hardly matter. Not complete: values of transitions at 4 bits in `search` are missing.",
@@ -261,7 +261,7 @@ STORAGE = (
         verdict="contradicts here",
         code=(OPTIONS,),
         tests=(f"{TEST}:test_t0_keeps_no_transition",),
-        shown=(f"{ANSWERS}#bits-by-type",),
+        shown=(f"{EVIDENCE}#bits-by-type",),
         here="R4E4T4 is 11.0, 34.2 and 44.3 points better with at most 1.6 points more bytes. T0 is worse than "
         "T2, as in the paper.",
     ),
@@ -297,7 +297,7 @@ EVICTION = (
             f"{TEST}:test_there_is_room_where_the_budget_is_soft",
             "ref/test_anneal.py:test_a_hard_budget_decides_most_where_its_room_is_a_number_of_r",
         ),
-        shown=(f"{SPEED}#words", f"{ANSWERS}#other-settings"),
+        shown=(f"{EVIDENCE}#words", f"{EVIDENCE}#other-settings"),
         paper="Segments at the minimum stay, even above the budget.",
         here="The budget is hard: then segments go on to 2, 1 and 0 tokens. `hard_budget=false` is the paper's "
         "way; what it changes is not measured.",
@@ -325,7 +325,7 @@ EVICTION = (
         verdict="contradicts here",
         code=("bench.methods.thinkv:SWEEPS",),
         tests=("policies/test_thinkv_options.py:test_one_type_halves",),
-        shown=(f"{ANSWERS}#other-settings",),
+        shown=(f"{EVIDENCE}#other-settings",),
         here="One or two types are better than three with R4E4T2; 2 and 8 layers are not told apart from 4. A "
         "minimum of 0 costs 8.0 points at a quarter of the tokens, without loops; at larger budgets no difference "
         "is shown.",
@@ -334,7 +334,7 @@ EVICTION = (
         of="Figure 10 (c), §6.3: τ = 128; larger is worse",
         verdict="contradicts here",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(f"{ANSWERS}#other-settings",),
+        shown=(f"{EVIDENCE}#other-settings",),
         here="256 is better at 25 and 50 % of the tokens.",
     ),
     Item(
@@ -342,7 +342,7 @@ EVICTION = (
         verdict="partial",
         code=(OPTIONS,),
         tests=("policies/test_thinkv_options.py:test_one_type_halves",),
-        shown=(f"{ANSWERS}#equal-bytes",),
+        shown=(f"{EVIDENCE}#equal-bytes",),
         paper="Prior tokens go to the nearest power of two.",
         here="They go to the next lower one. `types=1` is the best of ThinKV's forms at equal bytes. LongWriter "
         "and its judge are not here.",
@@ -352,7 +352,7 @@ EVICTION = (
         verdict="contradicts here",
         code=("policies.snapkv:SnapKV",),
         tests=("policies/test_snapkv.py:test_thinkv_anneals_segments_behind_what_is_left_of_the_prompt",),
-        shown=(f"{ANSWERS}#a-cut-prompt",),
+        shown=(f"{EVIDENCE}#a-cut-prompt",),
         paper="4 points less with 2,048 tokens of the prompt, none with 4,096.",
         here="17.3 to 20.3 points less with 128 tokens, the only size tried. Long puzzles are cut then; but where "
         "nothing is cut, 13.1 points are lost at 25 %, too.",
@@ -365,7 +365,7 @@ CACHE = (
         verdict="contradicts here",
         code=("kv.compaction:Compaction", "kernels.gather:gather"),
         tests=("kv/test_compaction.py:test_overlapped_moves_when_the_next_step_begins",),
-        shown=(f"{SPEED}#a-step-at-the-steady-state",),
+        shown=(f"{EVIDENCE}#a-step-at-the-steady-state",),
         paper="Up to 37 × the time of a step; overlapped, attention takes up to 35 % longer.",
         here="A gather takes 1.0 % of R-KV's step with 64 sequences, 2.4 % if R-KV evicts at every step, and "
         "overlapping hardly changes this. How far it slows attention is not measured.",
@@ -413,7 +413,7 @@ CACHE = (
         verdict="agrees",
         code=("kv.ledger:Ledger",),
         tests=("bench/speed/test_cases.py:test_bytes_are_known_before_anything_is_allocated",),
-        shown=(f"{SPEED}#bytes",),
+        shown=(f"{EVIDENCE}#bytes",),
         paper="2.51 % of the full cache's bytes.",
         here="0.88 %; the pool that is reserved takes 2.78 %.",
     ),
@@ -422,7 +422,7 @@ CACHE = (
         verdict="agrees",
         code=("bench.speed.cases:Bench",),
         tests=("bench/speed/test_cases.py:test_the_largest_batch_is_the_last_that_fits",),
-        shown=(f"{SPEED}#throughput-at-the-largest-batch",),
+        shown=(f"{EVIDENCE}#throughput-at-the-largest-batch",),
         paper="28 and 23 × a full cache in transformers, on an A100 and a GH200.",
         here="56 × transformers' full cache, 12.0 × this project's, on one H200 with random weights.",
     ),
@@ -430,7 +430,7 @@ CACHE = (
         of="Table 2, §6.2: throughput at the largest batch, beside R-KV",
         verdict="contradicts here",
         code=("bench.speed.cases:Bench",),
-        shown=(f"{SPEED}#throughput-at-the-largest-batch",),
+        shown=(f"{EVIDENCE}#throughput-at-the-largest-batch",),
         paper="5.8 and 3.6 × (gather in sequence, overlapped; R-KV evicts in 82.93 % of the steps).",
         here="1.40 × an R-KV that gathers nothing and evicts every 128 tokens.",
     ),
@@ -438,7 +438,7 @@ CACHE = (
         of="Table 2: equal batches without quantization, beside R-KV",
         verdict="partial",
         code=("policies.thinkv:Tbe",),
-        shown=(f"{SPEED}#a-step-at-the-steady-state",),
+        shown=(f"{EVIDENCE}#a-step-at-the-steady-state",),
         paper="3.2 and 1.6 ×.",
         here="1.47 × R-KV without gather. 34 × R-KV that evicts at every step says little: 94.7 % of that step is "
         "this project's own eviction.",
@@ -454,7 +454,7 @@ CACHE = (
         verdict="partial",
         code=("bench.speed.plots:latency",),
         tests=("bench/speed/test_cases.py:test_steps_are_drawn",),
-        shown=("thinkv-latency.svg", SPEED),
+        shown=("thinkv-latency.svg", PAGE),
         here="The time of a step by batch, on caches of noise. No requests arrive here, and nothing runs in vLLM.",
     ),
     Item(
@@ -462,7 +462,7 @@ CACHE = (
         verdict="partial",
         code=("bench.speed.parts:parts",),
         tests=("bench/speed/test_cases.py:test_rates",),
-        shown=(f"{SPEED}#parts-of-a-step", "thinkv-parts.svg"),
+        shown=(f"{EVIDENCE}#parts-of-a-step", "thinkv-parts.svg"),
         paper="Refresh and eviction take 14 % of a step that has both; a layer evicts in 4.59 % of the steps, "
         "R-KV in 82.93 %.",
         here="3.5 % of the mean step of 64 sequences, and up to 23 % late in a long text at the largest batch. A "
@@ -472,13 +472,13 @@ CACHE = (
         of="Figure 10 (e), §6.3: blocks of 8 to 16 tokens are fastest",
         verdict="contradicts here",
         code=("bench.methods.thinkv:CASES",),
-        shown=(f"{SPEED}#slots-of-a-page",),
+        shown=(f"{EVIDENCE}#slots-of-a-page",),
         here="4 to 32 slots differ by 2 %.",
     ),
     Item(
         of="Table 12, §E.12: throughput in vLLM with 8 and 256 sequences",
         verdict="cannot be tested here",
-        shown=(SPEED,),
+        shown=(f"{EVIDENCE}#the-paper-row-by-row",),
         paper="1.52 × the full cache with 8 sequences.",
         here="Nothing here runs in vLLM. This project's own engine: 1.05 × with 8 sequences after 4,096 tokens.",
     ),
@@ -487,7 +487,7 @@ CACHE = (
         verdict="partial",
         code=("bench.speed.cases:Bench",),
         tests=("bench/speed/test_cases.py:test_a_request_is_one_sequence_through_whole_cycles",),
-        shown=(f"{SPEED}#a-request",),
+        shown=(f"{EVIDENCE}#a-request",),
         runs=("thinkv-table14",),
         paper="6 % less time than the full cache, 1 to 2 % less than R-KV.",
         here="At one budget: 5 % less than the full cache, 2 % more than R-KV. Energy is not measured.",
@@ -499,7 +499,7 @@ ACCURACY = (
         of="Figure 2, §2: quantization and eviction together beat either alone",
         verdict="partial",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(f"{ANSWERS}#equal-bytes", "sweep-main-search.svg"),
+        shown=(f"{EVIDENCE}#equal-bytes", "sweep-main-search.svg"),
         here="At equal bytes the hybrid is above R-KV. But with one type in 4 bits it is better still, and KIVI "
         "with 4 bits is right in 99.8 % with about twice the bytes.",
     ),
@@ -507,7 +507,7 @@ ACCURACY = (
         of="Figure 8, §6.2: above H2O, RaaS, R-KV and LazyEviction, at budgets of 64 to 4,096 tokens",
         verdict="partial",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(f"{ANSWERS}#equal-budgets", f"{ANSWERS}#equal-bytes", "baselines.md#all-budgets"),
+        shown=(f"{EVIDENCE}#equal-budgets", f"{EVIDENCE}#equal-bytes", "baselines.md#all-budgets"),
         runs=("thinkv-figure8",),
         paper="Competitive with less than 3.67 % of the memory, where others need more than 12 %.",
         here="At equal budgets 13.7 to 56.2 points below R-KV. At equal bytes 18.3 to 37.0 points above it; the "
@@ -518,7 +518,7 @@ ACCURACY = (
         verdict="contradicts here",
         code=("policies.kivi:Kivi", "policies.pm_kvq:PMKVQ"),
         tests=("policies/test_kivi.py:test_defaults_are_the_papers", "policies/test_pm_kvq.py:test_memory_is_real"),
-        shown=(ANSWERS, f"{ANSWERS}#each-family"),
+        shown=(PAGE, f"{EVIDENCE}#each-family"),
         runs=("thinkv-table1",),
         here="`thinkv` is right in at most 45.5 %, KIVI with 2 bits in 47.5 %, PM-KVQ in 89.5 % with 40.5 to 44.2 "
         "% of the bytes. No method of 4 bits was compared at ThinKV's bytes.",
@@ -528,7 +528,7 @@ ACCURACY = (
         verdict="contradicts here",
         code=("policies.thinkv:Tbq", "policies.thinkv:Tbe"),
         tests=(f"{TEST}:test_a_group_is_stored_as_its_thought_is", f"{TEST}:test_case_1_by_hand"),
-        shown=(f"{ANSWERS}#eviction-or-bits", f"{SPEED}#a-step-at-the-steady-state"),
+        shown=(f"{EVIDENCE}#eviction-or-bits", f"{EVIDENCE}#a-step-at-the-steady-state"),
         runs=("thinkv-table4",),
         here="`tbq` is right in 39.0 %, `tbe` in 94.8 % with three quarters of the tokens. Steps of `tbe` are "
         "timed, those of `tbq` are not.",
@@ -538,7 +538,7 @@ ACCURACY = (
         verdict="contradicts here",
         code=("evaluate.recall:Recall",),
         tests=("evaluate/test_recall.py:test_the_share_that_is_held",),
-        shown=(f"{ANSWERS}#recall",),
+        shown=(f"{EVIDENCE}#recall",),
         here="R-KV's recall is higher at each budget. At about equal bytes `tbe` is close to it.",
     ),
     Item(
@@ -552,7 +552,7 @@ ACCURACY = (
         of="Figure 10 (d), §6.3: quantization makes texts up to 5.1 × as long, eviction does not",
         verdict="partial",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(ANSWERS, f"{ANSWERS}#each-family"),
+        shown=(PAGE, f"{EVIDENCE}#each-family"),
         here="`tbq` writes longer texts in `search` only: 2,261 instead of 1,472 tokens. `tbe` with few tokens "
         "writes as long ones there.",
     ),
@@ -618,7 +618,7 @@ ACCURACY = (
         verdict="differs by choice",
         code=("evaluate.summary:accuracy_of",),
         tests=("evaluate/test_summary.py:test_a_row_by_hand",),
-        shown=(ANSWERS,),
+        shown=(PAGE,),
         paper="8 answers a problem.",
         here="`--num-samples` gives as many. The pages have one answer to each of more problems, of at most 4,096 "
         "tokens.",

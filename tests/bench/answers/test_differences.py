@@ -172,14 +172,16 @@ def test_what_cannot_be_compared_is_said(
 
 
 def commands() -> list[str]:
-    """The commands in the pages, after the shell has put in what its variables hold."""
-    found = []
+    """The commands in pages and their scripts, after the shell has put in what its variables hold."""
+    texts = [path.read_text("utf-8") for path in sorted(DOCS.rglob("*.sh"))]
     for page in sorted(DOCS.rglob("*.md")):
-        for block in re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
-            if "minithink.bench differences" in block:
-                script = block.replace("python -m minithink.bench differences", "echo differences")
-                done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
-                found += [line for line in done.stdout.splitlines() if line.startswith("differences ")]
+        texts += re.findall(r"^```sh\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+    found = []
+    for text in texts:
+        if "minithink.bench differences" in text:
+            script = text.replace("python -m minithink.bench differences", "echo differences")
+            done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
+            found += [line for line in done.stdout.splitlines() if line.startswith("differences ")]
     return found
 
 
