@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minithink.bench.fidelity.item import Item, Paper
 
-PAGE = "crystal_kv.md"
+EVIDENCE = "appendix/crystal_kv.md"
 POLICY = "policies.crystal_kv:CrystalKV"
 LITE = "policies.crystal_kv:CrystalKVLite"
 TEST = "policies/test_crystal_kv.py"
@@ -57,7 +57,7 @@ METHOD = (
         verdict="agrees",
         code=(LITE,),
         tests=(f"{TEST}:test_lambda_0_is_lru", f"{TEST}:test_lambda_1_is_lfu"),
-        shown=(f"{PAGE}#λ-and-p",),
+        shown=(f"{EVIDENCE}#λ-and-p",),
         here="For every λ above 0 and up to ½ the last hit decides, so these λ decide alike.",
     ),
     Item(
@@ -69,7 +69,7 @@ METHOD = (
             f"{TEST}:test_algorithm_2_by_hand",
             f"{TEST}:test_moving_budgets_follow_from_the_whole_history",
         ),
-        shown=(f"{PAGE}#damping", f"{PAGE}#a-floor"),
+        shown=(f"{EVIDENCE}#damping", f"{EVIDENCE}#a-floor"),
         paper="New budgets are proportional to η. It names no bounds.",
         here="Budgets move less far by default, because the letter swings where CRF does not depend on the "
         "budget; `damping=1` is the letter, and has fewer right answers. A head has a least budget, and at most "
@@ -99,7 +99,7 @@ METHOD = (
         verdict="agrees",
         code=(LITE,),
         tests=(f"{TEST}:test_decisions_follow_from_the_whole_history",),
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
     ),
     Item(
         of="§6.1: baselines R-KV, RaaS, SnapKV, StreamingLLM, H2O and Ada-SnapKV",
@@ -113,7 +113,7 @@ METHOD = (
             "policies.ada_snapkv:AdaSnapKV",
         ),
         tests=("policies/test_laws.py:test_every_policy_is_tried",),
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
         paper="It gives no settings of theirs, and does not say when SnapKV evicts while decoding.",
         here="Settings are chosen on validation problems; [the baselines](#baselines) have rows of their own.",
     ),
@@ -151,7 +151,7 @@ FINDINGS = (
             "analysis/test_answer_attention.py:test_concentration_is_the_share_of_the_top_tenth",
             "analysis/test_answer_attention.py:test_rows_agree_on_what_their_top_tenths_share",
         ),
-        shown=(f"{PAGE}#heads", "answer-attention-search-map.svg"),
+        shown=(f"{EVIDENCE}#heads", "answer-attention-search-map.svg"),
         here="In `search`, the top tenth of the thinking gets 41% of the answer's attention to it, and two rows "
         "of the answer share 27% of their top tenths (10% by chance).",
     ),
@@ -160,7 +160,7 @@ FINDINGS = (
         verdict="contradicts here",
         code=("analysis.answer_attention:life", "analysis.answer_attention:ends"),
         tests=("analysis/test_answer_attention.py:test_runs_of_hits_are_apart_by_more_than_64_tokens",),
-        shown=(f"{PAGE}#heads",),
+        shown=(f"{EVIDENCE}#heads",),
         paper="A “sink-to-bottom pattern”: attention comes and goes, and lasts until the thinking ends.",
         here="Hits of such a token come in 1.13 runs on average, those of the bottom 30 % in 1.68. They do last "
         "to the end. One family, 16 texts.",
@@ -170,7 +170,7 @@ FINDINGS = (
         verdict="partial",
         code=("analysis.answer_attention:life",),
         tests=("analysis/test_answer_attention.py:test_attention_is_late_more_than_64_tokens_after_birth",),
-        shown=(f"{PAGE}#heads",),
+        shown=(f"{EVIDENCE}#heads",),
         here="Attention fades, in all heads. Hits hardly do.",
     ),
     Item(
@@ -181,7 +181,7 @@ FINDINGS = (
             "analysis/test_answer_attention.py:test_needs_of_the_answer_are_sought_among_the_top_and_hits_are_of_"
             "the_thinking",
         ),
-        shown=(f"{PAGE}#what-each-score-finds", "answer-attention-search-milestone.svg"),
+        shown=(f"{EVIDENCE}#what-each-score-finds", "answer-attention-search-milestone.svg"),
         paper="CrystalKV “truly contributes to the correctness of the final answer”.",
         here="By the rules of the puzzles, the best quarter of a head's tokens by CRF has what a line needs less "
         "often than a random quarter: 58% and 67%.",
@@ -190,7 +190,7 @@ FINDINGS = (
         of="§6.2 (i), figure 4: more right answers than six other methods at equal budgets",
         verdict="contradicts here",
         code=("bench.methods.crystal_kv:SWEEPS",),
-        shown=(f"{PAGE}#right-answers", "sweep-crystal-kv-overall.svg"),
+        shown=(f"{EVIDENCE}#right-answers", "sweep-crystal-kv-overall.svg"),
         runs=("crystal_kv-figure4",),
         paper="On average 7 to 24 % above the others.",
         here="Moving budgets are below all six at every budget, equal ones below all but H2O. Both are below "
@@ -199,7 +199,7 @@ FINDINGS = (
     Item(
         of="§6.2 (ii): at some budgets of code tasks more right answers than with the full cache",
         verdict="cannot be tested here",
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
         here="With the full cache the embedded model solves all test problems.",
     ),
     Item(
@@ -207,7 +207,7 @@ FINDINGS = (
         verdict="contradicts here",
         code=("analysis.budgets:budgets_of",),
         tests=("analysis/test_budgets.py:test_budgets_go_where_the_hits_are",),
-        shown=(f"{PAGE}#right-answers", f"{PAGE}#where-budgets-go", "budgets-search.svg"),
+        shown=(f"{EVIDENCE}#right-answers", f"{EVIDENCE}#where-budgets-go", "budgets-search.svg"),
         here="Below equal budgets at every budget, by 6.3 to 41.2 points. Budgets go to heads that spread their "
         "attention widely.",
     ),
@@ -216,7 +216,7 @@ FINDINGS = (
         verdict="agrees",
         code=("kv.ledger:Ledger",),
         tests=(f"{TEST}:test_the_state_is_bounded_and_in_the_ledger",),
-        shown=(f"{PAGE}#table-i",),
+        shown=(f"{EVIDENCE}#table-i",),
         runs=("crystal_kv-table1",),
         paper="89.05 and 94.52 % less, without the policy's state.",
         here="88.7 and 94.5 % less, with the state. Measured with 12 bytes of state for a token, which now takes 16.",
@@ -226,7 +226,7 @@ FINDINGS = (
         verdict="partial",
         code=("kv.sizes:needs",),
         tests=("bench/speed/test_cases.py:test_a_smaller_pool",),
-        shown=(f"{PAGE}#table-i", f"{PAGE}#a-small-pool"),
+        shown=(f"{EVIDENCE}#table-i", f"{EVIDENCE}#a-small-pool"),
         paper="5.01 and 12.24 × the full cache's, by more sequences.",
         here="2.84 and 5.51 ×, and only because the benchmark makes the pool of pages small. The engine reserves "
         "the worst case, so users get no larger batch than with a full cache.",
@@ -234,7 +234,7 @@ FINDINGS = (
     Item(
         of="Table I, §6.3: one sequence alone is faster",
         verdict="contradicts here",
-        shown=(f"{PAGE}#table-i", f"{PAGE}#steps"),
+        shown=(f"{EVIDENCE}#table-i", f"{EVIDENCE}#steps"),
         paper="1.12 and 1.36 ×.",
         here="0.99 and 1.03 ×.",
     ),
@@ -242,7 +242,7 @@ FINDINGS = (
         of="Figure 5, §5.2, §6.4: α < λ < β; λ of 0.5 to 0.7 and p = 0.9 are best",
         verdict="cannot be tested here",
         code=("bench.methods.crystal_kv:heat",),
-        shown=(f"{PAGE}#λ-and-p",),
+        shown=(f"{EVIDENCE}#λ-and-p",),
         runs=("crystal_kv-figure5",),
         here="At a quarter of the tokens no setting is right in more than 9 of 64 problems, too few to compare.",
     ),
