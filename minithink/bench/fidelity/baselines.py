@@ -180,7 +180,7 @@ OF_PAPERS = (
             "policies/test_seal.py:test_seals_example",
             "calibrate/test_steering.py:test_seals_example",
         ),
-        shown=("skipkv.md#steering", "skipkv.md#vectors"),
+        shown=("appendix/skipkv.md#steering", "appendix/skipkv.md#vectors"),
         authors="An empty last step counts as execution. Compared: equal vectors, but for rounding, and equal steps.",
         here="A thought has text, so an empty last step is none.",
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minithink.bench.fidelity.item import Item, Paper
 
 PAGE = "skipkv.md"
+EVIDENCE = "appendix/skipkv.md"
 POLICY = "policies.skipkv:SkipKV"
 TEST = "policies/test_skipkv.py"
 
@@ -20,7 +21,7 @@ SENTENCES = (
         verdict="agrees",
         code=("ref.similarity:similarity",),
         tests=(f"{TEST}:test_a_sentences_vector_is_its_mean_normalised",),
-        shown=(f"{PAGE}#sentences",),
+        shown=(f"{EVIDENCE}#sentences",),
         paper="The mean, not normalised; the definition wants a cosine.",
         authors="Hidden states after the final norm, and the mean normalised.",
         here="The same as the code. Only the newest `vectors=512` sentences keep a vector.",
@@ -43,7 +44,7 @@ SENTENCES = (
         verdict="differs by choice",
         code=("policies.skipkv:letter_importance", "ref.window_importance:window_importance"),
         tests=(f"{TEST}:test_the_letter_flattens_importance", f"{TEST}:test_the_letter_is_over_all_keys"),
-        shown=(f"{PAGE}#beside-r-kv",),
+        shown=(f"{EVIDENCE}#beside-r-kv",),
         authors="R-KV's importance: one softmax, max-pooled over neighbours.",
         here="R-KV's, as in the code. `form=paper` is equations 4 and 5 as printed; both together are 6.8, 3.5 "
         "and 1.2 points worse.",
@@ -109,7 +110,7 @@ SENTENCES = (
             "text/test_sentences.py:test_tokens_may_be_cut_anywhere",
             "text/test_sentences.py:test_worked_example_1",
         ),
-        shown=(f"{PAGE}#sentences",),
+        shown=(f"{EVIDENCE}#sentences",),
         paper="Six tokens, each with a line break.",
         here="Every token whose bytes have a line break, because the six miss some.",
     ),
@@ -118,7 +119,7 @@ SENTENCES = (
         verdict="differs by choice",
         code=(POLICY,),
         tests=(f"{TEST}:test_the_defaults_are_the_papers",),
-        shown=(f"{PAGE}#the-threshold", f"{PAGE}#steering"),
+        shown=(f"{EVIDENCE}#the-threshold", f"{EVIDENCE}#steering"),
         paper="One setting for its models.",
         here="These are the defaults. What is measured is not: every 16 tokens, τ = 0.9, steering at blank lines, "
         "chosen on validation problems. The layer is the calibration's.",
@@ -134,7 +135,7 @@ STEERING = (
             "calibrate/test_steering.py:test_the_vectors_are_differences_of_means",
             "calibrate/test_steering.py:test_seals_example",
         ),
-        shown=(f"{PAGE}#vectors", "steering-separation.svg"),
+        shown=(f"{EVIDENCE}#vectors", "steering-separation.svg"),
         here="500 embedded problems, of the split on which settings were chosen. `vector=matched`, which compares "
         "thoughts after the same kind of sentence, is an extension.",
     ),
@@ -143,7 +144,7 @@ STEERING = (
         verdict="differs by choice",
         code=("policies.steering:Steered",),
         tests=(f"{TEST}:test_the_vector_is_added_as_the_example_says", f"{TEST}:test_strength_0_keeps_every_bit"),
-        shown=(f"{PAGE}#steering",),
+        shown=(f"{EVIDENCE}#steering",),
         paper="In every forward pass, that of the prompt too.",
         authors="Only at blank lines of the thinking.",
         here="Only for generated tokens of the thinking; with `at=boundary` only at blank lines. At every token "
@@ -169,7 +170,7 @@ STEERING = (
             "evaluate/test_padding.py:test_worked_example_6",
             "evaluate/test_padding.py:test_grouping_never_costs_budget",
         ),
-        shown=(f"{PAGE}#budgets-that-pay-for-padding", "evaluate.md#budgets-minus-padding"),
+        shown=(f"{EVIDENCE}#budgets-that-pay-for-padding", "evaluate.md#budgets-minus-padding"),
         here="Nothing is padded here, so budgets are charged what padding would take.",
     ),
 )
@@ -187,7 +188,7 @@ FINDINGS = (
         verdict="partial",
         code=("evaluate.padding:charge",),
         tests=("evaluate/test_runner.py:test_budgets_pay_for_padding_if_asked",),
-        shown=(f"{PAGE}#budgets-that-pay-for-padding",),
+        shown=(f"{EVIDENCE}#budgets-that-pay-for-padding",),
         here="With charged budgets R-KV loses 27.8 points at 25 % and nothing at 50 %. H2O was not run.",
     ),
     Item(
@@ -198,7 +199,7 @@ FINDINGS = (
     Item(
         of="Figure 3, observation 2: with R-KV texts are longer than with the full cache, at every budget",
         verdict="contradicts here",
-        shown=(PAGE,),
+        shown=(f"{EVIDENCE}#the-paper-row-by-row",),
         here="At 12.5 % they are, by 10.3 %, in `search` alone (27.9 % there); at 25, 50 and 75 % they are not "
         "(−0.4, −1.9, −1.2 %).",
     ),
@@ -206,14 +207,14 @@ FINDINGS = (
         of="Figure 4, observation 3: evicting tokens leaves fragments, and the model checks itself again",
         verdict="partial",
         code=("trace.recorder:Recorder",),
-        shown=("kept-search.svg", f"{PAGE}#what-the-cache-keeps"),
+        shown=("kept-search.svg", f"{EVIDENCE}#what-the-cache-keeps"),
         here="One text shows fragments under R-KV and whole sentences under SkipKV. That fragments cause doubts "
         "is not shown.",
     ),
     Item(
         of="Figure 5, observations 4 and 5: wrong answers have more similar sentences and more doubts",
         verdict="partial",
-        shown=(PAGE,),
+        shown=(f"{EVIDENCE}#the-paper-row-by-row",),
         paper="Up to 1.7 ×, 1.8 and 2.6 ×, by a sentence transformer on texts of the full cache.",
         here="2.0, 1.5, 2.0 × and 1.2, 1.5, 2.3 ×, but wrong texts are longer; at like length 0.8 to 0.9 ×. "
         "Vectors are the model's own states, and the texts are of evicted caches, because the full cache is never "
@@ -223,7 +224,7 @@ FINDINGS = (
         of="Figures 1, 9 and 13: more right answers than R-KV and H2O",
         verdict="agrees",
         code=("bench.methods.skipkv:SWEEPS",),
-        shown=(f"{PAGE}#beside-r-kv", "sweep-skipkv-overall.svg"),
+        shown=(f"{EVIDENCE}#beside-r-kv", "sweep-skipkv-overall.svg"),
         runs=("skipkv-figure9",),
         here="+6.3 points on R-KV at 25 %, +1.5 at 50 %, +0.2 at 75 %. At equal bytes the gain remains in "
         "`search` only.",
@@ -248,7 +249,7 @@ FINDINGS = (
         verdict="contradicts here",
         code=("policies.seal:Seal",),
         tests=("policies/test_seal.py:test_the_defaults_are_seals",),
-        shown=(PAGE, f"{PAGE}#steering"),
+        shown=(PAGE, f"{EVIDENCE}#steering"),
         paper="Up to 13.3 points more right answers; SEAL saves about 10 % of the tokens.",
         here="SEAL saves 8.2 % and keeps 599 of 600 answers right. SkipKV less SEAL: −17.8, −1.5 and −0.2 points "
         "at 25, 50 and 75 % of the tokens.",
@@ -258,7 +259,7 @@ FINDINGS = (
         verdict="contradicts here",
         code=("bench.methods.skipkv:CASES",),
         tests=("bench/methods/test_skipkv.py:test_steps_are_measured",),
-        shown=(f"{PAGE}#a-step", f"{PAGE}#steps-on-the-embedded-model"),
+        shown=(f"{EVIDENCE}#a-step", f"{EVIDENCE}#steps-on-the-embedded-model"),
         runs=("skipkv-table1",),
         paper="Up to 1.7 × R-KV's and 9.6 × the full cache's.",
         here="Fewer tokens a second than R-KV at every batch measured. Batches for which only an evicted cache "
@@ -269,7 +270,7 @@ FINDINGS = (
         verdict="agrees",
         code=("bench.methods.skipkv:SWEEPS",),
         tests=(f"{TEST}:test_without_both_halves_it_is_rkv",),
-        shown=(f"{PAGE}#each-half-alone",),
+        shown=(f"{EVIDENCE}#each-half-alone",),
         runs=("skipkv-table2",),
         here="On test problems at 25 %: sentences +4.2 points, steering on top 8.5 % fewer tokens.",
     ),
@@ -278,14 +279,14 @@ FINDINGS = (
         verdict="agrees",
         code=("evaluate.padding:group_by_length",),
         tests=("evaluate/test_padding.py:test_grouping_never_costs_budget",),
-        shown=(f"{PAGE}#budgets-that-pay-for-padding",),
+        shown=(f"{EVIDENCE}#budgets-that-pay-for-padding",),
         runs=("skipkv-table3",),
         here="+26.2 points at 25 %, −0.2 at 50 %. The lengths of prompts are not drawn.",
     ),
     Item(
         of="Figure 14, A.4: fewer doubts and similar sentences than R-KV, SEAL and the full cache",
         verdict="partial",
-        shown=(PAGE, f"{PAGE}#similar-sentences"),
+        shown=(PAGE, f"{EVIDENCE}#similar-sentences"),
         here="Doubts fall by 1.6 to 1.7 × against SkipKV without steering. In 24 texts no reduction of similar "
         "sentences is told apart. SEAL, and right and wrong apart, are not measured.",
     ),
@@ -315,7 +316,7 @@ FINDINGS = (
         verdict="agrees",
         code=("policies.h2o:H2O", "policies.rkv:Rkv", "policies.seal:Seal"),
         tests=("policies/test_laws.py:test_every_policy_is_tried",),
-        shown=(f"{PAGE}#beside-r-kv",),
+        shown=(f"{EVIDENCE}#beside-r-kv",),
         here="[The baselines](#baselines) have rows of their own.",
     ),
 )

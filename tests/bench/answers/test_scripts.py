@@ -45,12 +45,13 @@ def plain(text: str) -> str:
 
 
 def quoted(difference: str, text: str) -> bool:
-    """Whether a text has the difference and its interval, or both with the opposite sign."""
+    """Whether a text has the difference and soon its interval, or both with the opposite sign."""
     point, low, high = re.findall(r"-?\d+\.\d", plain(difference))
     turned = [negated(number) for number in (point, high, low)]
     for value, least, most in ((point, low, high), turned):
-        # A sentence may say "by 3.7 points": without the sign.
-        if f"{least} to {most}" in text and value.lstrip("-") in text:
+        # A sentence may say "by 3.7 points", without the sign, and a list may have all its intervals in one bracket.
+        said = rf"(?<![\d.]){re.escape(value.lstrip('-'))}(?!\d).{{0,60}}(?<![\d.-]){least} to {most}(?!\d)"
+        if re.search(said, text):
             return True
     return False
 
@@ -89,3 +90,5 @@ def test_a_quoted_difference_may_have_either_sign() -> None:
     assert quoted("+0.7 (+0.0 to +1.5)", plain("−0.7 (−1.5 to 0.0)"))
     assert not quoted("+18.3 (+15.3 to +21.5)", "18.3 (15.3 to 21.6)")
     assert not quoted("+18.3 (+15.3 to +21.5)", "18.4 (15.3 to 21.5)")
+    assert not quoted("+18.3 (+15.3 to +21.5)", f"18.3 points, {'and so on' * 9} (15.3 to 21.5)")
+    assert quoted("-14.5 (-18.2 to -10.8)", "14.5 and 12.5 points (10.8 to 18.2, 9.5 to 15.5)")
