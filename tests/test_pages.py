@@ -18,7 +18,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "tutorials" / "README.md",
 ]
-METHODS = ("thinkv", "crystal_kv", "skipkv")
+METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
 FIRST_SCREEN = 40  # lines
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
 

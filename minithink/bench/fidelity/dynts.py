@@ -5,6 +5,7 @@ from __future__ import annotations
 from minithink.bench.fidelity.item import Item, Paper
 
 PAGE = "dynts.md"
+EVIDENCE = "appendix/dynts.md"
 POLICY = "policies.dynts:DynTS"
 WINDOWS = "policies.dynts:Windows"
 TEST = "policies/test_dynts.py"
@@ -63,7 +64,7 @@ METHOD = (
         verdict="differs by choice",
         code=("calibrate.training:Recipe",),
         tests=(f"{TRAINING}:test_the_recipe_is_the_papers",),
-        shown=(f"{PAGE}#what-the-predictors-know",),
+        shown=(f"{EVIDENCE}#what-the-predictors-know",),
         paper="About 7,000 texts of the MATH training set.",
         here="The defaults are the paper's. The predictors that ship learned from 118 texts, in 40 epochs, 8 "
         "texts a step.",
@@ -96,7 +97,7 @@ METHOD = (
         verdict="agrees",
         code=(WINDOWS,),
         tests=(f"{TEST}:test_variants_of_the_ablation",),
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
         authors="The prompt lies in the selection window with this score, so it takes some of the k places.",
         here="It stays, as in the paper. Without its window (`question=false`) 42.2 and 68.3 points are lost.",
     ),
@@ -108,7 +109,7 @@ METHOD = (
             f"{TEST}:test_nothing_is_selected_after_the_thought",
             f"{TEST}:test_an_answer_has_room_beside_the_budget",
         ),
-        shown=(f"{PAGE}#times",),
+        shown=(f"{EVIDENCE}#times",),
         paper="The answer is selected from, too.",
         authors="So it is, and tokens of the answer have the score +∞.",
         here="It ends with the thinking, because the predictor learned nothing of answers. So the manager "
@@ -155,7 +156,7 @@ METHOD = (
             f"{TEST}:test_others_can_have_the_same_triggers_and_keep_as_many",
             f"{TEST}:test_sepllm_keeps_as_many_only_if_it_fills_all_places",
         ),
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
         authors="H2O goes by the last query alone, by mistake. SnapKV averages over layers and heads and does not "
         "pool.",
         here="H2O and SnapKV are those of [the baselines](#baselines), not these forms.",
@@ -176,7 +177,7 @@ FINDINGS = (
         verdict="agrees",
         code=("analysis.importance:measured",),
         tests=("analysis/test_importance.py:test_measures_of_constructed_scores",),
-        shown=(PAGE, f"{PAGE}#what-the-answer-attends-to"),
+        shown=(PAGE, f"{EVIDENCE}#what-the-answer-attends-to"),
         paper="21.1 % of the thinking tokens are above the mean, in one text.",
         here="27.1 to 29.9 %, and 33.7 to 37.7 % of the question's, in 64 texts of each family.",
     ),
@@ -186,7 +187,7 @@ FINDINGS = (
         verdict="partial",
         code=("analysis.importance:pareto",),
         tests=("analysis/test_importance.py:test_a_pareto_curve_is_a_mean_over_draws",),
-        shown=(f"{PAGE}#answers-from-a-part-of-the-thinking",),
+        shown=(f"{EVIDENCE}#answers-from-a-part-of-the-thinking",),
         paper="The tokens that stay are a new prompt.",
         here="As a new prompt the top 30 % give 48 to 87 %. If the others are only masked, 97 to 100 %. In both "
         "the top wins wherever any answers are right.",
@@ -213,7 +214,7 @@ FINDINGS = (
         verdict="partial",
         code=("bench.methods.dynts:SWEEPS",),
         tests=(f"{TEST}:test_others_can_have_the_same_triggers_and_keep_as_many",),
-        shown=(PAGE, f"{PAGE}#right-answers", "sweep-dynts-overall.svg"),
+        shown=(PAGE, f"{EVIDENCE}#right-answers", "sweep-dynts-overall.svg"),
         runs=("dynts-table1-llama", "dynts-table1-qwen"),
         paper="2.6 points above the best of them. R-KV has a local window as large as DynTS's.",
         here="Above all six with the paper's settings for them. R-KV with its own small window is 4.7 points "
@@ -233,7 +234,7 @@ FINDINGS = (
             "bench/methods/test_dynts.py:test_a_generation_is_measured",
             "bench/methods/test_dynts.py:test_operations_of_a_length_contain_the_predictor",
         ),
-        shown=(f"{PAGE}#times", "dynts-levels.svg"),
+        shown=(f"{EVIDENCE}#times", "dynts-levels.svg"),
         paper="1.9 × on average, up to 4.51 × late in a text (R1-Llama).",
         here="1.33 and 1.55 × with 20 and 48 sequences, 1.86 and 2.38 × at the end. R1-Qwen's shape is not measured.",
     ),
@@ -250,7 +251,7 @@ FINDINGS = (
         verdict="agrees",
         code=(POLICY,),
         tests=(f"{TEST}:test_variants_of_the_ablation",),
-        shown=(f"{PAGE}#right-answers",),
+        shown=(f"{EVIDENCE}#right-answers",),
         runs=("dynts-table2-llama", "dynts-table2-qwen"),
         here="Without thinking tokens, local window or question 26.5 to 68.3 points are lost.",
     ),
@@ -259,7 +260,7 @@ FINDINGS = (
         verdict="contradicts here",
         code=(POLICY,),
         tests=(f"{TEST}:test_variants_of_the_ablation",),
-        shown=(PAGE, f"{PAGE}#without-a-window-and-with-random-scores"),
+        shown=(PAGE, f"{EVIDENCE}#without-a-window-and-with-random-scores"),
         paper="T-Random and T-Bottom are about as bad as no question (R1-Llama: 42.2, 39.8 and 39.8).",
         authors="Both draw from the question's tokens, too. T-Bottom evicts the question first.",
         here="The question stays. Random scores are not told apart from DynTS's. The lowest scores are better "
@@ -269,14 +270,14 @@ FINDINGS = (
         of="Figures 6 and 17, §6.3: a local window of 1,000 to 2,000 and r of 0.3 to 0.4 are best",
         verdict="contradicts here",
         code=("bench.methods.dynts:SWEEPS",),
-        shown=(f"{PAGE}#windows-and-budgets",),
+        shown=(f"{EVIDENCE}#windows-and-budgets",),
         here="The largest r tried, 0.7, is best at every local window; it also keeps most.",
     ),
     Item(
         of="Figures 8 and 16, §6.3: more budget, more right answers, less throughput",
         verdict="partial",
         code=("bench.methods.dynts:SWEEPS",),
-        shown=(f"{PAGE}#windows-and-budgets", "sweep-dynts-budget-search.svg"),
+        shown=(f"{EVIDENCE}#windows-and-budgets", "sweep-dynts-budget-search.svg"),
         here="18.3 to 94.8 % right from an eighth to three quarters of the tokens. Throughput by budget is not "
         "measured.",
     ),
@@ -288,7 +289,7 @@ FINDINGS = (
             "calibrate/test_quality.py:test_overlap_is_a_share_of_the_true_best",
             "calibrate/test_quality.py:test_kendall_counts_pairs",
         ),
-        shown=(f"{PAGE}#what-the-predictors-know", "predictor-answer.svg"),
+        shown=(f"{EVIDENCE}#what-the-predictors-know", "predictor-answer.svg"),
         paper="Above 80 % of the true top 20 % are in the predicted top 30 % (R1-Llama).",
         here="69 % on held-out problems, and 77 % by the position alone. Trained on far fewer texts.",
     ),
