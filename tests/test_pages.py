@@ -81,6 +81,18 @@ def test_links_lead_to_files_and_headings() -> None:
                 assert anchor in anchors(path), f"{page} leads to {target}, which has no such heading"
 
 
+def test_every_picture_is_shown_by_a_page() -> None:
+    """Of those in docs/; the pages of tutorials have their own."""
+    shown = set[Path]()
+    for page in PAGES:
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text("utf-8")):
+            shown.add((page.parent / target).resolve())
+    pictures = [*(ROOT / "docs").glob("*.svg"), *(ROOT / "docs").glob("*.png")]
+    assert len(pictures) > 20
+    unseen = sorted(path.name for path in pictures if path not in shown)
+    assert not unseen, f"no page shows {', '.join(unseen)}: show them, or delete them"
+
+
 def test_pages_that_code_names_exist() -> None:
     """In comments, docstrings and messages. Earlier versions of a page (`COMMIT:docs/…`) are not looked at."""
     named = 0
