@@ -1,4 +1,4 @@
-"""The command line: `python -m minithink.calibrate thoughts | steering | centers | predictor | foresight`."""
+"""The command line: `python -m minithink.calibrate NAME`, where NAME is one of COMMANDS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from minithink.cli import commands
 
 PROGRAM = "minithink.calibrate"
 DESCRIPTION = "Measure or train what methods must know of a model."
-COMMANDS = ("thoughts", "steering", "centers", "predictor", "foresight")
+COMMANDS = ("thoughts", "averaging", "steering", "centers", "predictor", "foresight")
 
 
 def main(argv: list[str] | None = None) -> int:

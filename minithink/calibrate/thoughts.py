@@ -284,12 +284,22 @@ def measure(
 
 def line_of(engine: Engine, s: Track, example: Example, policy: ThinKV) -> dict[str, Any]:
     """The journal's line of one finished sequence."""
-    tokenizer = engine.tokenizer
-    rows = policy.sparsity_rows
-    steps = len(s.tokens)
-    first = max(0, len(s.prompt) - max(rows, *ROWS))  # the prompt's last queries are averaged with the first ones
+    first = first_query(len(s.prompt), policy.sparsity_rows)
     u = sparsity(engine.loaded, [*s.prompt, *s.tokens[:-1]], first)
-    own = averaged(u, rows, steps)  # [steps, L], after the prompt and after every token but the last
+    return line_about(engine, s, example, policy, u)
+
+
+def first_query(prompt: int, rows: int) -> int:
+    """The position of the first query whose sparsity is needed: the prompt's last queries are averaged with the first
+    generated ones. prompt: its tokens; rows: queries that the policy averages."""
+    return max(0, prompt - max(rows, *ROWS))
+
+
+def line_about(engine: Engine, s: Track, example: Example, policy: ThinKV, u: Tensor) -> dict[str, Any]:
+    """The same, of a sparsity that is measured already: u, [N, L], of the last N queries of the text."""
+    tokenizer = engine.tokenizer
+    steps = len(s.tokens)
+    own = averaged(u, policy.sparsity_rows, steps)  # [steps, L], after the prompt and after every token but the last
     return {
         "prompt": s.number,
         "id": example.id,
