@@ -288,7 +288,8 @@ class Tbe(ThinKV):
 #   measures one token later. So the type of the first segment is measured with the prompt's last query.
 # - The prompt is reasoning, as in §6.1. Here it is also protected, and is part of no segment.
 # - The sparsity of a layer is the mean over its KV heads of the share of weights below 1 % of the row's largest. §C.2
-#   averages the attention scores over the groups, so it averages before it counts.
+#   averages the attention scores over the groups, so it averages before it counts. That gives other types to many
+#   segments (docs/appendix/thinkv-sparsity.md), and calibrations and results were made in the order that is here.
 # - One query is measured, the newest: a decode step has no other (figure 13). Its weights are those that attention
 #   computes anyway. With sparsity_rows > 1 the weights of all these queries are computed again from the keys.
 # - thoughts=keyword takes the type from the words of the answer so far (`text/thoughts.py`: the words of table 7, and

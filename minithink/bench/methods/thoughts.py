@@ -1,4 +1,5 @@
-"""Types of thoughts: the tables of docs/appendix/calibration.md, of files that `minithink.calibrate` wrote."""
+"""Types of thoughts: the tables of calibration.md and thinkv-sparsity.md in docs/appendix. Their files come from
+`minithink.calibrate`."""
 
 from __future__ import annotations
 
@@ -70,6 +71,45 @@ def by_type(m: Row) -> tuple[float, ...]:
     return tuple(m["shares"][kind] for kind in ("execution", "reasoning", "transition"))
 
 
+AVERAGED = {  # rules of `calibrate/averaging.py`, in words
+    "shares": "shares of tokens, behind the rule: here",
+    "weights": "attention weights, before it: §C.2",
+    "scores": "logits, before it: §C.2 in another reading",
+}
+
+
+def averaging(result: Result) -> Iterable[Row]:
+    """The rules by which heads are averaged, one row a rule."""
+    m = result["measurements"]
+    for name, calibration in m["rules"].items():
+        found = calibration["measurements"]
+        looks = found["layers"]
+        means = [look["mean"] for look in looks]
+        yield {
+            "averaged": AVERAGED[name],
+            "least": min(means),
+            "most": max(means),
+            "modes": max(look["share"] for look in looks),
+            "layers": calibration["layers"],
+            "thresholds": calibration["thresholds"],
+            "kappa": found["keywords"]["kappa"],
+            **{f"{how}_types": of for how, of in m["types_beside_shares"].get(name, {}).items()},
+        }
+
+
+def averaging_said(result: Result) -> Iterable[str]:
+    """The texts that were read and the meaning of the columns, as sentences."""
+    found = result["measurements"]["rules"]["shares"]["measurements"]
+    yield (
+        f"{found['prompts']} problems, {found['tokens']:,} tokens, {found['keywords']['segments']} segments. Three "
+        "modes: the share of texts in which the best layer has them. κ: of types and keywords, beyond chance. The "
+        "last three columns: how many segments have the type that they have here, and κ. Calibrated anew: with the "
+        "rule's own L\\* and thresholds. The same layers: with the L\\* of the first row and new quantiles. The same "
+        "file: with the calibration of the first row."
+    )
+    yield ""
+
+
 THRESHOLDS = Table(
     (
         ("types by", "name", "{}"),
@@ -93,6 +133,21 @@ TABLES = {
         last=(("agrees with keywords", "agree", "{:.0%}"), ("κ", "kappa", "{:.2f}")),
     ),
     **dict.fromkeys(("thresholds", "thresholds-2"), THRESHOLDS),
+    "thinkv-averaging": Table(
+        (
+            ("what is averaged", "averaged", "{}"),
+            ("sparsity of a layer", ("least", "most"), "{:.2f} to {:.2f}"),
+            ("three modes", "modes", "{:.0%}"),
+            ("L\\*", lambda m: ", ".join(map(str, m["layers"])), "{}"),
+            ("thresholds", lambda m: ", ".join(f"{x:.3f}" for x in m["thresholds"]), "{}"),
+            ("κ", "kappa", "{:.2f}"),
+            ("calibrated anew", ("own_types.agree", "own_types.kappa"), "{:.0%} ({:.2f})"),
+            ("the same layers", ("layers_types.agree", "layers_types.kappa"), "{:.0%} ({:.2f})"),
+            ("the same file", ("same_types.agree", "same_types.kappa"), "**{:.0%}** ({:.2f})"),
+        ),
+        rows=averaging,
+        said=averaging_said,
+    ),
     "thoughts-words": Table(
         (
             ("by sparsity", "name", "{}"),
