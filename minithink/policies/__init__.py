@@ -99,6 +99,7 @@ _CLASSES: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 _OURS = frozenset(POLICIES)  # the others are of users
+UNLISTED: dict[str, type[Policy]] = {}  # texts can name these too, but no list shows them: controls of comparisons
 GROUP = "minithink.policies"  # of entry points: policies of installed packages
 _HINTS: dict[type[Policy], dict[str, Any]] = {}
 _MEMBERS = re.compile(r"\+(?!\d)")  # between the members of a stack; before a digit it is the + of 1e+5
@@ -198,6 +199,22 @@ def register(cls: _Class) -> _Class:
     Raises:
         UsageError: it is no class that a text can describe, has no usable name, or that of a policy of minithink.
     """
+    POLICIES[_name_of(cls)] = cls
+    return cls
+
+
+def register_unlisted(cls: _Class) -> _Class:
+    """The same for a control that one comparison needs: texts can name it, and no list of policies shows it."""
+    UNLISTED[_name_of(cls)] = cls
+    return cls
+
+
+def _name_of(cls: type[Policy]) -> str:
+    """The name by which a class that is registered is known.
+
+    Raises:
+        UsageError: it is no class that a text can describe, has no usable name, or that of a policy of minithink.
+    """
     name = vars(cls).get("name") if isinstance(cls, type) else None
     own.checked(cls, getattr(cls, "__name__", "The policy"))
     if not (isinstance(name, str) and own.NAME.fullmatch(name)):
@@ -207,8 +224,7 @@ def register(cls: _Class) -> _Class:
         )
     if name in _OURS:
         raise UsageError(f"{cls.__name__} has the name {name}, as a policy of minithink has: give it another.")
-    POLICIES[name] = cls
-    return cls
+    return name
 
 
 def load(text: str) -> str:
@@ -252,6 +268,8 @@ def load_installed(text: str) -> str:
 
 def lookup(name: str, known: Iterable[str] | None = None) -> type[Policy]:
     """The policy of that name. UsageError: there is none; the message lists the names, or those in `known`."""
+    if name in UNLISTED:
+        return UNLISTED[name]
     if name not in POLICIES:
         if own.OWN.fullmatch(name):
             raise UsageError(
@@ -283,7 +301,7 @@ def takes_budget(cls: type[Policy]) -> bool:
 
 def split(text: str) -> list[str]:
     """The policies of a list: "a:x=1,y=2,b" → ["a:x=1,y=2", "b"]. What they say is not looked at."""
-    names = "|".join(map(re.escape, POLICIES))
+    names = "|".join(map(re.escape, (*POLICIES, *UNLISTED)))
     return re.split(rf",\s*(?=(?:{names})(?:[:,+]|$)|[^\s:,+=][^:,+=]*:[A-Za-z_]\w*(?:[:,+]|$))", text.strip())
 
 

@@ -30,6 +30,8 @@ from minithink.quant import parse_pair
 from minithink.results.origin import ROOT
 from minithink.results.user_code import code_of, is_users
 
+# Where the project's policies lie; the second has controls of comparisons.
+POLICIES_OF = ("minithink.policies.", "minithink.bench.methods.")
 # Modules that decide what a policy keeps, where a policy imports them (see `_beside`).
 _BESIDE = re.compile(r"minithink\.(policies\.\w+|kv\.schedule|(text|reread)\.\w+|\w+)")
 
@@ -56,7 +58,7 @@ def files_of(policy: Policy) -> dict[str, tuple[str, ...]]:
     classes = set[type]()
     formats = set[str]()
     for member in members(policy):
-        classes |= {cls for cls in type(member).__mro__ if cls.__module__.startswith("minithink.policies.")}
+        classes |= {cls for cls in type(member).__mro__ if cls.__module__.startswith(POLICIES_OF)}
         formats |= set(member.storage.formats) - {"plain"}
     named = frozenset(re.findall(r"\w+", _code_of_user(policy)))
     return _files(_paths(classes), tuple(sorted(formats)), named)

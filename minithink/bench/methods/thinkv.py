@@ -30,9 +30,11 @@ from minithink.bench.methods import (
     Table,
 )
 from minithink.bench.methods.settings import CHOSEN, RKV
+from minithink.bench.methods.thinkv_controls import Counted, MeanRows, NoCase1, RandomSurvivors, RandomTypes
 from minithink.engine import TINY
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import Tbe, ThinKV
+from minithink.results import record
 from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 # Answers: settings of the method, and other methods ----------------------------------------------------------------
@@ -58,6 +60,22 @@ def _of_layers() -> list[str]:
     return found
 
 
+def _shares_under_eviction() -> str:
+    """Options that draw types in other shares: those that the embedded model's calibration found under eviction."""
+    calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
+    shares = calibration["measurements"]["eviction"]["shares_of_types"]
+    return f"transition={shares['transition']:.2f},execution={shares['execution']:.2f}"
+
+
+def _mean_rows() -> str:
+    """ThinKV that averages before it counts, with layers and thresholds of that rule."""
+    measured = json.loads(record.default_path("thinkv-averaging").read_text(encoding="utf-8"))
+    found = measured["measurements"]["rules"]["weights"]
+    layers, thresholds = ("/".join(map(str, found[name])) for name in ("layers", "thresholds"))
+    return f"{MeanRows.name}:layers={layers},thresholds={thresholds}"
+
+
+FOUR = "precision=R4E4T4"  # equal bits, so that types only decide what is evicted
 PRECISIONS = ("R8E8T8", "R8E4T2", "R4E4T4", "R4E2T2", "R2E4T2", "R4E4T0", "R2E2T2")  # beside R4E4T2
 EIGHT = "R8E8T8"
 SENSITIVE = [EIGHT.replace(f"{kind}8", f"{kind}{bits}") for kind in "RET" for bits in (4, 2)]  # one type's bits
@@ -119,6 +137,35 @@ SWEEPS = {
             "tbq",
             "tbq:key_axis=channel",
         ),
+        beside="thinkv",
+    ),
+    "thinkv-controls": Sweep(
+        "ThinKV without one of its parts: types, K-means, case 1, the hard budget, and scales in other ways",
+        (
+            "thinkv",
+            Counted.name,
+            # φ: types by words, by lot, or one type
+            "thinkv:thoughts=keyword",
+            RandomTypes.name,
+            f"{RandomTypes.name}:{_shares_under_eviction()}",
+            "thinkv:types=1",
+            _mean_rows(),
+            # TBE: tokens by lot, no case 1, the paper's soft budget
+            RandomSurvivors.name,
+            NoCase1.name,
+            "thinkv:hard_budget=false",
+            # the same with equal bits
+            f"thinkv:{FOUR}",
+            f"thinkv:thoughts=keyword,{FOUR}",
+            f"{RandomTypes.name}:{FOUR}",
+            f"{RandomSurvivors.name}:{FOUR}",
+            f"{NoCase1.name}:{FOUR}",
+            # TBQ: other scales of 2 bits, and of keys
+            "thinkv:two=int2s",
+            "thinkv:two=tq2",
+            "thinkv:key_axis=channel",
+        ),
+        budgets=(0.25, 0.5),
         beside="thinkv",
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv"), beside="thinkv"),
