@@ -6,6 +6,7 @@ from minithink.bench.fidelity.item import Item, Paper
 
 PAGE = "baselines.md"
 ALL = f"{PAGE}#all-budgets"
+EVIDENCE = f"appendix/{PAGE}"
 
 OF_PAPERS = (
     Item(
@@ -79,7 +80,7 @@ OF_PAPERS = (
             "policies/test_lazy_eviction.py:test_the_score",
             "policies/test_lazy_eviction.py:test_against_plain_histories",
         ),
-        shown=(ALL, f"{PAGE}#settings"),
+        shown=(ALL, f"{EVIDENCE}#settings"),
         paper="Its formulas differ from its code, and sources quote two forms of them.",
         authors="A cache for each query head; the window is chosen from samples of the model. Compared: equal if "
         "survivors are sorted by position, but for ties.",
@@ -124,7 +125,7 @@ OF_PAPERS = (
             "policies/test_ada_snapkv.py:test_heads_that_share_a_budget_by_hand",
             "policies/test_ada_snapkv.py:test_the_sums_of_heads_are_exact",
         ),
-        shown=(ALL, f"{PAGE}#unequal-budgets"),
+        shown=(ALL, f"{EVIDENCE}#unequal-budgets"),
         authors="Budgets of heads are rounded, so that their sum may differ from the layer's. It compresses a "
         "prompt once. Compared: equal to NVIDIA/kvpress@8bb29b9; AdaKV's totals are off by a few tokens.",
         here="The budget is filled exactly, as in kvpress, and heads evict while decoding.",
@@ -137,7 +138,7 @@ OF_PAPERS = (
             "policies/test_pyramidkv.py:test_layers_by_hand",
             "policies/test_pyramidkv.py:test_a_ladder_falls_and_its_sum_is_exact",
         ),
-        shown=(ALL, f"{PAGE}#unequal-budgets"),
+        shown=(ALL, f"{EVIDENCE}#unequal-budgets"),
         authors="Steps are rounded down, so layers keep more than their budget together. Budgets are equal while "
         "a prompt is short. Compared: the budgets are equal where no step is rounded.",
         here="The sum is exact. `uniform=true` is the code's rule for short texts.",
@@ -233,7 +234,7 @@ OTHERS = (
             "policies/test_random_attention.py:test_survival",
             "policies/test_random_attention.py:test_draws_do_not_depend_on_the_batch",
         ),
-        shown=(ALL, f"{PAGE}#random-eviction-with-a-window"),
+        shown=(ALL, f"{EVIDENCE}#random-eviction-with-a-window"),
         authors="It draws from the device's generator, and evicts a whole batch at once. Compared: equal, with "
         "the same lots.",
         here="A lot depends on the seed, the round, the layer, the head and the position alone, and each row "
@@ -255,7 +256,7 @@ OTHERS = (
         verdict="agrees",
         code=("policies.keydiff:KeyDiff",),
         tests=("policies/test_keydiff.py:test_worked_example",),
-        shown=(f"{PAGE}#scores-of-keys-alone",),
+        shown=(f"{EVIDENCE}#scores-of-keys-alone",),
         authors="Of kvpress: a prompt is compressed, or 512 generated tokens at once. Not compared on tensors.",
         here="One token goes in every step, unless `schedule` says otherwise. Right answers are not on its page yet.",
     ),
@@ -264,7 +265,7 @@ OTHERS = (
         verdict="agrees",
         code=("policies.knorm:Knorm",),
         tests=("policies/test_knorm.py:test_worked_example",),
-        shown=(f"{PAGE}#scores-of-keys-alone",),
+        shown=(f"{EVIDENCE}#scores-of-keys-alone",),
         authors="The authors' code can leave out layers, kvpress does not. Not compared on tensors.",
         here="All layers evict. Right answers are not on its page yet.",
     ),
@@ -278,7 +279,7 @@ OTHERS = (
             "policies/test_triattention.py:test_scores_are_those_of_unrotated_keys",
             "policies/test_triattention.py:test_all_lanes_keep_the_union_of_each_heads_best",
         ),
-        shown=(f"{PAGE}#scores-of-keys-alone", "backbone.md#do-queries-lie-around-a-centre"),
+        shown=(f"{EVIDENCE}#scores-of-keys-alone", "backbone.md#do-queries-lie-around-a-centre"),
         paper="Its equations were read through others' notes.",
         authors="By default its scripts keep the same tokens in all layers; other scripts choose in each layer. "
         "Not compared on tensors.",
