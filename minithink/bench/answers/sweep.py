@@ -153,6 +153,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(
                 f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
             )
+    if args.plot is not None and args.budgets is not None:
+        raise UsageError("--plot draws all budgets of a comparison: leave --budgets out.")
+    if args.gpus is not None and args.device not in ("auto", "cuda"):
+        raise UsageError(f"--gpus chooses the GPUs, and --device is {args.device}: leave one of the two out.")
     if args.gpus is not None and args.gpus > args.processes:
         raise UsageError(
             f"--gpus is {args.gpus} and --processes {args.processes}: give a process or more for each GPU."

@@ -33,7 +33,7 @@ from minithink.bench.answers.sweep import (
 from minithink.bench.methods import Column, Result, Row, Sweep, Table, Transfer, collected
 from minithink.bench.methods.settings import best
 from minithink.cli.commands import location, positive
-from minithink.errors import MinithinkError, UsageError, counted
+from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
 from minithink.evaluate.rank_correlation import interval, spearman
@@ -130,8 +130,11 @@ class Source:
 
     def answers(self, model: str) -> Result:
         """The comparison of answers on one model, as of `sweep.result_of`, but with a row for each policy and budget,
-        of all families together, with its tests. A policy that lacks a family at a budget has no row;
-        result["left_out"] says how many there are: budget → number."""
+        of all families together, with its tests. A policy that lacks a family at a budget has no row. Beside the rows
+
+            families    those that the rows are of
+            left_out    budget → how many policies of the comparison have no row
+        """
         name = self.one.answers
         wanted = wanted_of(self.sweep_of(name, model))
         result = sweep.result_of(name, self.where, wanted, runs=self.runs, marked=self.marked)
@@ -139,10 +142,13 @@ class Source:
         found = [together(*cell, own) | {"tests": {}} for cell, own in by_cell(result["measurements"]).items()]
         most = max(row["families"] for row in found)
         rows = [row for row in found if row["families"] == most]
-        left_out = Counter(row["budget"] for row in found if row["families"] < most)
+        shown = {(row["policy"], row["budget"]) for row in rows}
+        asked = {(key["policy"], key["budget"]) for key in wanted}
+        left_out = Counter(budget for _, budget in asked - shown)
         add_tests([row for row in rows if row["budget"] is not None], right, self.one.beside)
         add_tests([row for row in rows if row["budget"] is None], right, (FULL,))
-        return result | {"measurements": rows, "left_out": left_out}
+        families = sorted({m["family"] for m in result["measurements"] if (m["policy"], m["budget"]) in shown})
+        return result | {"measurements": rows, "families": families, "left_out": left_out}
 
     def losses(self, model: str) -> Result:
         """The losses of texts on one model: how far each policy is above the full cache."""
@@ -356,13 +362,16 @@ def said_of_tests(result: Result) -> list[str]:
     """What the columns mean."""
     settings = result["settings"]
     points = f"{100 * EQUAL:g} points"
-    numbers = result["left_out"].items()
-    left_out = [f"{counted(number, 'policy')} at {budget_text(budget)}" for budget, number in numbers]
-    lacking = [f"Left out, because some family has no run yet: {', '.join(left_out)}."] if left_out else []
+    budgets = sorted(result["left_out"], key=lambda budget: budget or 0)
+    left_out = [f"{result['left_out'][budget]} at {budget_text(budget)}" for budget in budgets if budget is not None]
+    if None in result["left_out"]:
+        left_out.append(f"{result['left_out'][None]} without a budget")
+    lacking = [f"Policies left out, because some family has no run yet: {', '.join(left_out)}."] if left_out else []
+    families = ", ".join(f"`{family}`" for family in result["families"])
     text = [
-        f"{settings['limit']} {settings['split']} problems of each family. Less: the difference in points, its 95 % "
-        "interval (bootstrap over problems), and the probability of McNemar's exact test, corrected by Holm for all "
-        f"tests of this table. ≈: the whole interval is within {points}. Bytes: the mean of peaks, of the full "
+        f"{settings['limit']} {settings['split']} problems each of {families}. Less: the difference in points, its "
+        "95 % interval (bootstrap over problems), and the probability of McNemar's exact test, corrected by Holm for "
+        f"all tests of this table. ≈: the whole interval is within {points}. Bytes: the mean of peaks, of the full "
         "cache's.",
         *lacking,
         *said_of_commits(result),
@@ -402,14 +411,13 @@ def said_of_settings(result: Result) -> list[str]:
 
 
 def with_budget(result: Result) -> list[Row]:
-    """Rows of policies with a budget, best first over the budgets at which most policies have run."""
+    """Rows of policies with a budget, best first at the budget at which most policies have run, the least of several.
+    Policies that have not run there come last."""
     rows = [m for m in result["measurements"] if m["budget"] is not None]
     numbers = Counter(row["budget"] for row in rows)
-    rights = dict[str, list[float]]()
-    for row in rows:
-        if numbers[row["budget"]] == max(numbers.values()):
-            rights.setdefault(row["policy"], []).append(row["right"])
-    return sorted(rows, key=lambda row: (-fmean(rights.get(row["policy"], [0])), row["policy"], row["budget"]))
+    first = min(numbers, key=lambda budget: (-numbers[budget], budget), default=None)
+    rights = {row["policy"]: row["right"] for row in rows if row["budget"] == first}
+    return sorted(rows, key=lambda row: (-rights.get(row["policy"], 0), row["policy"], row["budget"]))
 
 
 def without_budget(result: Result) -> list[Row]:

@@ -351,7 +351,9 @@ def test_some_budgets_alone(small: None, tmp_path: Path, monkeypatch: pytest.Mon
     ("words", "said"),
     [
         (["--budgets", "0.3"], "snapkv: there is no budget of 30 %; give some of 0.5"),
-        (["--gpus", "2"], "--gpus is 2 and --processes 1: give a process or more for each GPU"),
+        (["--plot", "pictures", "--budgets", "0.5"], "--plot draws all budgets of a comparison: leave --budgets out"),
+        (["--gpus", "1"], "--gpus chooses the GPUs, and --device is cpu: leave one of the two out"),
+        (["--device", "cuda", "--gpus", "2"], "--gpus is 2 and --processes 1: give a process or more for each GPU"),
     ],
 )
 def test_options_that_make_no_sense(

@@ -154,9 +154,13 @@ def test_a_policy_that_lacks_a_family_is_left_out_and_counted(where: Path) -> No
     assert ("tova", 0.5) not in rows
     assert rows["h2o", 0.25]["tests"]
     assert not found["complete"]
-    sentence = "Left out, because some family has no run yet: 1 policy at 25 %, 1 policy at 50 %."
+    sentence = "Policies left out, because some family has no run yet: 1 at 25 %, 1 at 50 %."
     assert sentence in transfer.said_of_tests(found)[0]
-    assert "Left out" not in transfer.said_of_tests(transfer.Source(ONE, where).answers("embedded"))[0]
+    none = [run for run in runs if run.cell[1] not in (TEXTS["tova"], FORMAT)]  # in no family
+    said = transfer.said_of_tests(transfer.Source(ONE, where, runs=none).answers("embedded"))[0]
+    assert said.startswith(f"{PROBLEMS} test problems each of `facts`, `ledger`, `search`. ")
+    assert "no run yet: 1 at 25 %, 1 at 50 %, 1 without a budget." in said
+    assert "left out" not in transfer.said_of_tests(transfer.Source(ONE, where).answers("embedded"))[0]
 
 
 def test_losses_of_other_code_and_other_commits_are_marked(where: Path) -> None:
@@ -263,7 +267,7 @@ def test_the_tables_are_those_of_the_pool(where: Path, capsys: pytest.CaptureFix
     assert right[2].startswith(f"| `{TEXTS['rkv']}` | **100.0%** (86.2% to 100.0%) | +87.5 (")
     assert right[6].startswith("| `random_attention:buffer=16` | **12.5%** (4.3% to 31.0%) | – | -37.5 (")
     assert "p < 0.001" in right[2]
-    assert "8 test problems of each family. Less: the difference in points" in right[8]
+    assert "8 test problems each of `facts`, `ledger`, `search`. Less: the difference in points" in right[8]
     assert [line.partition(" | ")[0] for line in bits[2:4]] == ["| `full`", f"| `{FORMAT}`"]
     assert "| less `full` |" in bits[0]
     assert losses[0] == "| policy | budget | reference: above full | bytes | texts: above full | bytes |"
