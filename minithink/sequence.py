@@ -89,6 +89,8 @@ class Track:
     budget: int | None = None  # tokens that the policy may keep of this sequence; None: the policy's own number
     text: list[int] | None = None  # the tokens after the prompt, if they are given; None: they are drawn
     tokens: list[int] = field(default_factory=list)  # generated, or read of the text
+    again: list[int] = field(default_factory=list)  # tokens that it had when it was preempted, see `restart`
+    preempted: bool = False  # it has left the cache, and will join again
     losses: list[float] = field(default_factory=list)  # of these tokens, in nats, if the text is given
     finish_reason: str = ""  # "" while it runs
     kv: Ledger = field(default_factory=Ledger)
@@ -101,3 +103,20 @@ class Track:
     began: float = 0.0  # seconds by `time.perf_counter`: the prompt began to be read
     first: float = 0.0  # likewise: the first token was there
     last: float = 0.0  # likewise: the newest token was there
+
+    @property
+    def replays(self) -> bool:
+        """Whether its next token is known, because it had that token before it was preempted."""
+        return len(self.tokens) < len(self.again)
+
+    @property
+    def generated(self) -> list[int]:
+        """All its tokens, those that it has not fed again yet included."""
+        return self.again if self.replays else self.tokens
+
+    def restart(self) -> None:
+        """Begin again from the prompt. The tokens so far will be fed once more, in the same way as before."""
+        self.again = self.generated
+        self.tokens = []
+        self.losses = []
+        self.preempted = True

@@ -6,6 +6,13 @@ under a policy.
 
 A sequence's tokens are drawn, or they are those of a text that is given (`Track.text`). A given text is fed as if it
 had been drawn, and the loss of each of its tokens is kept.
+
+The pool of pages may be smaller than the worst case. When it may not suffice for the next step, sequences are
+*preempted*, the one that joined last first: it leaves the cache and frees its pages. When another sequence has ended
+and there is room, it joins again. Its prompt is read, and the tokens that it had generated are fed one by one, each
+in a decode step beside the other sequences, as they were fed the first time. (A prompt of all these tokens would not
+do: the policy would see, and keep, something else.) So the sequence arrives at the same state, and goes on as if
+nothing had happened. The oldest sequence is never preempted, so every sequence ends at some time.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 
 import torch
 from torch import Tensor
@@ -64,12 +71,14 @@ class Stream:
         fixed: bool = False,
         recorder: Recorder | None = None,
         plain: bool = False,
+        pages: int | None = None,
     ) -> None:
         """
         Args:
             sequences: all with texts that are given, or none.
             fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream).
             plain: the policy runs on the plain manager (`kv/plain.py`), not on pages.
+            pages: of the pool that all sequences share; None: as many as the worst case needs.
         """
         self.loaded = loaded
         self.sequences = sequences
@@ -82,6 +91,7 @@ class Stream:
         self.sampler = Sampler(params, loaded.config.vocab_size, loaded.device)
         self._policy = policy
         self._plain = plain
+        self._pages = pages
         self.cache = self._make_cache(policy)
         if recorder is not None and isinstance(self.cache, Apart):
             raise ValueError("a recorder belongs to one manager, and here each sequence has one: see Apart.prepare")
@@ -93,6 +103,9 @@ class Stream:
             self._loop = DecodeLoop(loaded.decoder, self.cache, params, sizes, self.sampler)
             if self._loop.captures:
                 self._together = prompts_at_once(batch_size)
+        # Whether sequences may have to be preempted, and whether the pool was too full since the last one ended.
+        self._scarce = isinstance(self.cache, KVManager) and self.cache.scarce
+        self._full = False
         # Whether a step may begin before the tokens of the last one are returned; then the caller must not use the
         # cache.
         self.ahead = False
@@ -100,7 +113,9 @@ class Stream:
         # Whether logits that are not finite end their sequence; if not, they raise.
         self.tolerant = True
         self.stop_loops = False  # whether a sequence ends that only repeats itself
-        # called after every forward pass with its sequences, when the policy has acted on them and none has left
+        # Called after every forward pass with its sequences, when the policy has acted on them and none has left. If
+        # a sequence was preempted, its passes come again, from that over its prompt on (then its `tokens` are empty):
+        # whoever adds up passes forgets with a prompt what came before.
         self.on_step: Callable[[list[Track]], object] = lambda sequences: None
         self._texts = [loaded.tokenizer.stream() for _ in sequences]
         self._read_texts = bool(self.stop_texts)
@@ -115,14 +130,14 @@ class Stream:
         if self._plain and policy is not None:
             return self._plain_cache(policy)
         if not self.fixed:
-            return self.cache_of(policy, self.batch_size)
+            return self.cache_of(policy, self.batch_size, self._pages)
         one = self.cache_of(copy.deepcopy(policy), 1)
         if isinstance(one, KVManager) and one.capturable and not one.dense:
-            return self.cache_of(policy, self.batch_size)
+            return self.cache_of(policy, self.batch_size, self._pages)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 
-    def cache_of(self, policy: Policy | None, rows: int) -> FullCache | KVManager:
-        """A cache for so many sequences of this stream."""
+    def cache_of(self, policy: Policy | None, rows: int, pages: int | None = None) -> FullCache | KVManager:
+        """A cache for so many sequences of this stream. pages: as of the stream."""
         loaded = self.loaded
         if policy is None:
             return FullCache(
@@ -141,6 +156,7 @@ class Stream:
             prompt=max(len(s.prompt) for s in self.sequences),
             prompts=prompts_at_once(rows),
             think_ids=self._think_ids,
+            pages=pages,
             columns=loaded.columns,
             device=loaded.device,
             dtype=loaded.dtype,
@@ -260,33 +276,89 @@ class Stream:
         """The loop over steps. Yields the sequences with a new token, after every step."""
         waiting = deque(self.sequences)
         running = list[Track]()
+        launched = False  # whether the next step is under way
         while waiting or running:
-            while self._is_room(waiting, running):
-                group = self._take_prompts(waiting)
-                self._advance(group)
-                yield group
+            group = [] if launched else self._next_prompts(waiting, running)
+            while group:
+                for _ in group:
+                    waiting.popleft()
+                advanced = self._advance(group)
+                if advanced:
+                    yield advanced
                 running = running + _unfinished(group)
+                group = self._next_prompts(waiting, running)
             if running:
-                self._advance(running)
+                if self._scarce and not launched:
+                    running = self._preempt(running, waiting)
+                advanced = self._advance(running)
                 left = _unfinished(running)
-                if self.ahead and left and not self._is_room(waiting, left):
+                launched = self.ahead and bool(left) and self._may_go_on(waiting, left)
+                if launched:
                     self._launch(left)
-                yield running
+                if advanced:
+                    yield advanced
                 running = left
 
-    def _is_room(self, waiting: deque[Track], running: list[Track]) -> bool:
-        """Whether enough rows are free to read the next prompts now."""
+    def _next_prompts(self, waiting: deque[Track], running: list[Track]) -> list[Track]:
+        """The sequences whose prompts are read now, in one forward pass if they are several. None, if too few rows
+        are free, or too few pages."""
         free = self.batch_size - len(running)
-        return bool(waiting) and free >= min(self._together, len(waiting))
-
-    def _take_prompts(self, waiting: deque[Track]) -> list[Track]:
-        """The sequences whose prompts are read next, in one forward pass if they are several."""
-        group = [waiting.popleft()]
-        while waiting and len(group) < self._together:
-            if _tokens([*group, waiting[0]]) > PREFILL_CHUNK:
+        if not waiting or self._full or free < min(self._together, len(waiting)):
+            return []
+        group = [waiting[0]]
+        for s in islice(waiting, 1, self._together):
+            if _tokens([*group, s]) > PREFILL_CHUNK:
                 break
-            group.append(waiting.popleft())
-        return group
+            group.append(s)
+        if not self._scarce or self._fits(running, group):
+            return group
+        if not running:
+            return group[:1]
+        self._full = True
+        return []
+
+    def _may_go_on(self, waiting: deque[Track], running: list[Track]) -> bool:
+        """Whether the next step is one of these sequences: no prompt is read before it, and none is preempted."""
+        if self._next_prompts(waiting, running):
+            return False
+        return not self._scarce or self._fits(running)
+
+    # -- a pool that is smaller than the worst case
+
+    def _fits(self, running: list[Track], prompts: Sequence[Track] = ()) -> bool:
+        """Whether the pool surely has pages for the next step of these sequences, and for new prompts before it."""
+        assert isinstance(self.cache, KVManager)
+        return self.cache.has_room(_numbers(running), [len(s.prompt) for s in prompts])
+
+    def _preempt(self, running: list[Track], waiting: deque[Track]) -> list[Track]:
+        """Let sequences wait until the pool has pages for the next step: the one that joined last first, and never
+        the oldest. Returns the others: the same list object if these are all."""
+        left = running
+        while len(left) > 1 and not self._fits(left):
+            *left, last = left
+            self.cache.leave(last.number)
+            self.sampler.drop(last.number)
+            last.restart()
+            waiting.appendleft(last)
+            self._full = True
+        return left
+
+    def _replay(self, sequences: list[Track], drawn: list[int]) -> tuple[list[Track], list[int]]:
+        """Give sequences that were preempted the tokens that they had. Returns the other sequences, and what was
+        drawn for them."""
+        if not any(s.replays for s in sequences):
+            return sequences, drawn
+        others = list[Track]()
+        new = list[int]()
+        for s, token in zip(sequences, drawn, strict=True):
+            if s.replays:
+                s.tokens.append(s.again[len(s.tokens)])
+            else:
+                others.append(s)
+                new.append(token)
+        return others, new
+
+    # -- a step
 
     def _launch(self, sequences: list[Track]) -> None:
         """Begin the next step of these sequences, if the loop replays graphs (without them it is the whole step). An
@@ -296,13 +368,17 @@ class Stream:
             with suppress(Exception):
                 self._loop.launch(_numbers(sequences), _newest(sequences), targets)
 
-    def _advance(self, sequences: list[Track]) -> None:
-        """Give each sequence one more token. Either all of them decode, or all are new."""
+    def _advance(self, sequences: list[Track]) -> list[Track]:
+        """Give each sequence one more token. Either all of them decode, or all are new. Returns those whose token is
+        new: all but the sequences that get again what they had before they were preempted."""
         with explaining():
             try:
                 drawn = self._next_tokens(sequences)
                 self.on_step(sequences)
+                if self._scarce:
+                    sequences, drawn = self._replay(sequences, drawn)
                 self._take(sequences, drawn)
+                return sequences
             except MinithinkError:
                 raise
             except Exception as error:
@@ -321,7 +397,7 @@ class Stream:
         return self._draw(sequences, self._decode(sequences))
 
     def _out_of_memory(self, sequences: list[Track]) -> MinithinkError:
-        at_once = sum(bool(s.began) and not s.finish_reason for s in self.sequences)
+        at_once = sum(bool(s.began) and not s.finish_reason and not s.preempted for s in self.sequences)
         longest = max(len(s.prompt) + len(s.tokens) for s in sequences)
         return MinithinkError(
             f"Out of memory with {counted(at_once, 'sequence')} of up to {longest:,} tokens at once: use a smaller "
@@ -336,7 +412,8 @@ class Stream:
         for s in sequences:
             thinking = self._begins_thinking(s)
             self.cache.join(s.number, len(s.prompt) + s.limit, len(s.prompt), thinking, s.budget)
-            s.began = time.perf_counter()
+            s.began = s.began or time.perf_counter()
+            s.preempted = False
         if _tokens(sequences) <= PREFILL_CHUNK:
             return self._prefill_at_once(sequences)
         [long] = sequences
@@ -424,8 +501,7 @@ class Stream:
         now = time.perf_counter()
         for s, token in zip(sequences, drawn, strict=True):
             s.last = now
-            if not s.tokens:
-                s.first = now
+            s.first = s.first or now
             if token == NO_TOKEN:
                 s.finish_reason = NON_FINITE
                 if not self.tolerant:
@@ -464,6 +540,7 @@ class Stream:
         s.counts = self.cache.counts(s.number)
         self.cache.leave(s.number)
         self.sampler.drop(s.number)
+        self._full = False
 
     def _account(self, s: Track) -> tuple[Ledger, int, Told]:
         """Of a sequence in the cache: its bytes, the tokens that it holds, and what was done with it."""
@@ -473,7 +550,7 @@ class Stream:
 
     def _result(self, s: Track) -> Result:
         kv, held, told = s.kv, s.kv_tokens, s.told
-        if s.began and not s.finish_reason:
+        if s.began and not s.finish_reason and not s.preempted:
             kv, held, told = self._account(s)
         ledger = kv.as_dict()
         ledger.pop("reserve")
@@ -483,11 +560,11 @@ class Stream:
             text=text,
             thinking=thinking,
             answer=answer,
-            token_ids=list(s.tokens),
+            token_ids=list(s.generated),
             finish_reason=s.finish_reason or "interrupted",
             prompt_tokens=len(s.prompt),
-            generated_tokens=len(s.tokens),
-            thinking_tokens=count_thinking(self.loaded.tokenizer, s.prompt, s.tokens),
+            generated_tokens=len(s.generated),
+            thinking_tokens=count_thinking(self.loaded.tokenizer, s.prompt, s.generated),
             kv_bytes=kv.held,
             kv_tokens=held,
             kv_full_bytes=_seen(s) * self.loaded.config.kv_bytes_per_token(self.loaded.dtype.itemsize),
@@ -505,8 +582,9 @@ class Stream:
 
     def _text(self, s: Track) -> str:
         """The generated text, without the token or the text that stopped it."""
-        stopped = bool(s.tokens) and s.tokens[-1] in self.stop_ids
-        text = self.loaded.tokenizer.decode(s.tokens[:-1] if stopped else s.tokens)
+        tokens = s.generated
+        stopped = bool(tokens) and tokens[-1] in self.stop_ids
+        text = self.loaded.tokenizer.decode(tokens[:-1] if stopped else tokens)
         places = [text.find(stop) for stop in self.stop_texts]
         end = min((place for place in places if place >= 0), default=len(text))
         return text[:end]
@@ -551,7 +629,7 @@ def _seen(s: Track) -> int:
     """Tokens that the model has read: all but the last; if the last one's logits were not finite, that one, too."""
     if not s.first:
         return 0
-    tokens = len(s.prompt) + len(s.tokens)
+    tokens = len(s.prompt) + len(s.generated)
     return tokens if s.finish_reason == NON_FINITE else max(0, tokens - 1)
 
 

@@ -108,7 +108,7 @@ class Record:
     tokens_mean: float  # likewise, over its steps
     steps: int  # of decoding
     evicting_steps: int  # of these, after which some lane lost a token
-    seconds: float  # its part of the time: of every step, the duration divided by the sequences that took part
+    seconds: float  # its part of the time: of every step, the duration divided by the sequences with a new token
     text_sha: str  # see `text_hash`
     text: str | None = None  # all that was generated; None: it was not kept
     budget_tokens: int | None = None  # what a share or bytes come to for this sequence; None: `budget` is the tokens

@@ -71,12 +71,14 @@ def both(one: Watch, other: Watch) -> Watch:
 
 
 class Seconds:
-    """The time of each sequence: of every step, the duration divided by the sequences that took part."""
+    """The time of each sequence: of every step, the duration divided by the sequences that got a new token."""
 
     def __init__(self) -> None:
-        self._began = dict[int, float]()
+        self._began = dict[int, float]()  # of sequences that decode, by their numbers: `_each` less their seconds
+        self._spent = dict[int, float]()  # of sequences that were preempted: their seconds
         self._each = 0.0  # seconds that a sequence would have if it had decoded from the start
         self._last = time.perf_counter()
+        self._decoding: Sequence[Track] = ()  # the sequences of the last decode step
 
     def step(self, sequences: Sequence[Track]) -> None:
         """A step of these sequences has ended."""
@@ -86,8 +88,18 @@ class Seconds:
         if len(sequences[0].tokens) <= 1:  # a step that has only read prompts
             for s in sequences:
                 self._began[s.number] = self._each - own
-        else:
-            self._each += own
+            return
+        if sequences is not self._decoding:
+            self._decoding = sequences
+            self._note_pauses({s.number for s in sequences})
+        self._each += own
+
+    def _note_pauses(self, decoding: set[int]) -> None:
+        """Stop the time of sequences that no longer decode, and go on with that of sequences that decode again."""
+        for number in self._began.keys() - decoding:
+            self._spent[number] = self._each - self._began.pop(number)
+        for number in self._spent.keys() & decoding:
+            self._began[number] = self._each - self._spent.pop(number)
 
     def take(self, s: Track) -> float:
         """The seconds of a sequence that has just ended."""

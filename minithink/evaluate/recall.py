@@ -44,7 +44,9 @@ class Recall:
     @torch.inference_mode()
     def __call__(self, sequences: Sequence[Track]) -> None:
         for s in sequences:
-            if s.tokens and len(s.tokens) % EVERY == 0:
+            if not s.tokens:
+                self._held.pop(s.number, None)  # it begins, perhaps once more
+            elif len(s.tokens) % EVERY == 0:
                 self._held[s.number].append((len(s.prompt) + len(s.tokens), self._positions(s)))
 
     def _positions(self, s: Track) -> Tensor:

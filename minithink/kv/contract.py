@@ -255,6 +255,11 @@ class Storage:
         """All names, "plain" first: it holds the prompt until it is read."""
         return tuple(dict.fromkeys(("plain", *self.thoughts, *self.also)))
 
+    @property
+    def moves(self) -> bool:
+        """Whether stored tokens may move to other formats (`Requantize`), because there are several."""
+        return bool(self.also) or len(set(self.thoughts)) > 1
+
     def within(self, tokens: int) -> Storage:
         """The same for sequences of at most so many tokens. A buffer that is longer than a sequence is never full,
         and needs no more room than the sequence."""

@@ -144,7 +144,8 @@ class KVManager:
             prompt: the longest prompt; None: a prompt may have all of `tokens`.
             prompts: prompts that are read at once, in full precision; None: as many as there are rows.
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
-            pages: of the pool; None: as many as the worst case needs.
+            pages: of the pool; None: as many as the worst case needs. If there are fewer (`scarce`), ask `has_room`
+                before each step.
             columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
                 all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
                 into.
@@ -170,9 +171,10 @@ class KVManager:
         self.width = need.width if columns is None else columns  # of the lists
 
         units = self.shape.tables[0] * self.shape.tables[2]  # of one row
-        if pages is None:
-            prompts = rows if prompts is None else prompts
-            pages = units * (rows * need.pages + prompts * need.prompt_pages)
+        prompts = rows if prompts is None else prompts
+        worst = units * (rows * need.pages + prompts * need.prompt_pages)
+        pages = worst if pages is None else pages
+        self.scarce = pages < worst  # whether the pool may turn out to be too small
         self.store = PagedStore(
             self.shape,
             policy.storage.within(tokens),
@@ -380,6 +382,17 @@ class KVManager:
         return self.policy.opens if self.captured else self._opened
 
     # -- a decode step, before the forward pass
+
+    def has_room(self, seqs: Sequence[int], prompts: Sequence[int] = ()) -> bool:
+        """Whether the pool surely has pages for the next step. No step may be under way.
+
+        If steps are captured, the host must know this beforehand: a token that finds no page is lost (`advance`).
+
+        Args:
+            seqs: that take part in the step.
+            prompts: tokens of prompts that are read before it; their sequences take part in it, too.
+        """
+        return self.store.has_room(self.sequences.of(seqs).rows, prompts)
 
     @torch.inference_mode()
     def prepare(self, seqs: Sequence[int]) -> None:

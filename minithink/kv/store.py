@@ -271,7 +271,7 @@ class PagedStore:
             for row in rows:
                 self.waiting[row] += 1
         elif not self.asks:
-            self.slots.table.drawn()
+            self.slots.table.drawn(self.units * len(rows))
 
     @property
     def appends(self) -> tuple[int, ...]:
@@ -279,6 +279,62 @@ class PagedStore:
         return () if self.storage.buffer else self.slots.home
 
     # -- room for more tokens
+
+    @property
+    def units(self) -> int:
+        """Units of a row."""
+        layers, _, heads = self.shape.tables
+        return layers * heads
+
+    def has_room(self, rows: Sequence[int], prompts: Sequence[int] = ()) -> bool:
+        """Whether the pool surely has pages for the next step, whatever the policy does in it. The device's count of
+        free pages is read only if the host's does not suffice.
+
+        Args:
+            rows: that bring one generated token each.
+            prompts: tokens of prompts that are read before this step; their sequences take part in it.
+        """
+        opened = self._opened_by_rows(rows) + self._opened_by_prompts(prompts)
+        return self.slots.table.free_pages.has(self.units * opened)
+
+    def _opened_by_rows(self, rows: Sequence[int]) -> int:
+        """Pages that one unit of each row, together, opens at most in a step."""
+        size = self.storage.buffer
+        opened = len(rows)
+        if size:
+            full = [row for row in rows if self.waiting[row] + 1 >= size]
+            opened = len(full) * self._pages_of(size)
+        if self.storage.moves:
+            opened += sum(self._opened_by_moves(self.lists.longest[row] + 1) for row in rows)
+        return opened
+
+    def _opened_by_prompts(self, prompts: Sequence[int]) -> int:
+        """The same for prompts that are read and settled, and for the step after them."""
+        opened = 0
+        plain = self.pages.layouts[0]
+        stays = self.slots.home == (0,) and not self.storage.buffer  # no token of a prompt moves when it settles
+        for tokens in prompts:
+            if stays:
+                opened += self._pages_of(tokens + 1)
+            else:
+                opened += -(-tokens // plain.slots)
+                opened += self._pages_of(tokens)
+                opened += max(1, self._pages_of(self.storage.buffer))
+            if self.storage.moves:
+                opened += 2 * self._opened_by_moves(tokens + 1)  # behind the prompt, and behind the step
+        return opened
+
+    def _opened_by_moves(self, held: int) -> int:
+        """Pages that a unit opens at most if all its tokens move to other formats. Those of one format and thought
+        type get pages of their own."""
+        layouts = self.pages.layouts
+        fewest = min(lay.slots for lay in layouts)
+        return -(-held // fewest) + len(layouts) * len(self.storage.thoughts)
+
+    def _pages_of(self, tokens: int) -> int:
+        """Pages for so many generated tokens of a unit, whatever their thought type."""
+        fewest = min(self.pages.layouts[f].slots for f in self.slots.home)
+        return -(-tokens // fewest)
 
     def make_room(self, rows: int, count: int) -> None:
         """Make the pool larger, if a step might find it too small, whatever the policy does. Captured graphs know the
@@ -372,7 +428,7 @@ class PagedStore:
         slots = self.slots
         slots.used.update(slots.home)
         if not self.asks:
-            slots.table.drawn()
+            slots.table.drawn(self.units * len(rows) * self._pages_of(self.storage.buffer))
             slots.free_groups.at_least = 0  # some were drawn; `require` reads the true number
         for row in rows:
             self.waiting[row] = 0

@@ -245,10 +245,11 @@ class BlockTable:
             more = max(self.widest - width, width)  # at least doubling
             self.page = torch.nn.functional.pad(self.page, (0, more), value=free.count)
 
-    def drawn(self) -> None:
-        """Pages were opened without `require`. The host's bounds no longer hold, so the next `require` counts on the
-        device."""
-        self.free_pages.at_least = 0
+    def drawn(self, most: int) -> None:
+        """At most so many pages were opened without `require`. How many columns of the table they took is not known,
+        so the next `require` counts them on the device."""
+        free = self.free_pages
+        free.at_least = max(0, free.at_least - most)
         self.widest = self.page.shape[-1]
 
     def release(self, page: Tensor, slot: Tensor, which: Tensor, at: Tensor | None = None) -> None:

@@ -83,7 +83,7 @@ def copy_sequences(few: KVManager, many: KVManager) -> None:
         copy.thinking = known.thinking
         copy.length = known.length
     own.used.update(theirs.used)
-    own.table.drawn()
+    own.table.drawn(own.table.free_pages.count)
     own.free_groups.at_least = 0
 
 
