@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from minithink.errors import MinithinkError, UsageError, alternatives, counted, 
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, Shape
-from minithink.kv.manager import bytes_for
+from minithink.kv.manager import PoolSize, bytes_for
 from minithink.kv.plain import most_bytes
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
@@ -201,7 +202,15 @@ class Engine:
             names = " and no ".join(map(quoted, unread))
             self.cautions.add(f"the chat template reads no {names}, so that giving it has no effect")
 
-    def _bytes_for(self, policy: Policy | None, plain: bool, rows: int, sizes: Sequence[int], prompt: int) -> int:
+    def _bytes_for(
+        self,
+        policy: Policy | None,
+        plain: bool,
+        rows: int,
+        sizes: Sequence[int],
+        prompt: int,
+        pages: PoolSize = None,
+    ) -> int:
         """Bytes of a cache. Under a policy all rows are as long as the longest sequence.
 
         Args:
@@ -209,6 +218,7 @@ class Engine:
             rows: of the batch.
             sizes: tokens of the sequences that run at once, the longest first.
             prompt: tokens of the longest prompt.
+            pages: of the pool, as of KVManager.
         """
         if policy is None:
             return sum(sizes[:rows]) * self.config.kv_bytes_per_token(self.dtype.itemsize)
@@ -223,6 +233,7 @@ class Engine:
             prompt=prompt,
             prompts=prompts_at_once(rows),
             columns=self.loaded.columns,
+            pages=pages,
         )
 
     def generate(
@@ -373,16 +384,20 @@ class Engine:
         plain = recorder is None and self._is_plain(cache, sequences, batch_size, chosen, fixed)
         if wanted is None:
             self._cap(sequences, batch_size, chosen, plain)
+        # A trace tells each sequence once, so none is preempted.
+        shares = recorder is None and self._shares_pages(chosen, fixed, plain)
+        rows, pages = self._fit(sequences, batch_size, chosen, fixed, plain, shares)
         stream = Stream(
             self.loaded,
             sequences,
             params,
-            batch_size=self._fit(sequences, batch_size, chosen, fixed, plain),
+            batch_size=rows,
             stop=(stop,) if isinstance(stop, (str, int)) else tuple(stop),
             policy=chosen,
             fixed=fixed,
             recorder=recorder,
             plain=plain,
+            pages=pages,
         )
         stream.stop_loops = stop_loops
         return stream
@@ -455,15 +470,18 @@ class Engine:
             for s in sequences:
                 check_budget(chosen, len(s.prompt), s.budget)
         plain = self._is_plain(cache, sequences, batch_size, chosen, fixed)
+        shares = self._shares_pages(chosen, fixed, plain)
+        rows, pages = self._fit(sequences, batch_size, chosen, fixed, plain, shares)
         return Stream(
             self.loaded,
             sequences,
             SamplingParams(),
-            batch_size=self._fit(sequences, batch_size, chosen, fixed, plain),
+            batch_size=rows,
             stop=(),
             policy=chosen,
             fixed=fixed,
             plain=plain,
+            pages=pages,
         )
 
     def text_ids(self, text: Prompt, name: str = "The text") -> list[int]:
@@ -685,6 +703,11 @@ class Engine:
                 s.limit = room - len(s.prompt)
                 s.limit_reason = "length"
 
+    def _shares_pages(self, policy: Policy | None, fixed: bool, plain: bool) -> bool:
+        """Whether sequences share a pool of pages, so that it may be smaller than the worst case of all of them."""
+        apart = fixed and not self.loaded.captures  # each has a cache of its own
+        return policy is not None and not plain and not apart
+
     def _fit(
         self,
         sequences: list[Track],
@@ -692,9 +715,17 @@ class Engine:
         policy: Policy | None,
         fixed: bool,
         plain: bool,
-    ) -> int:
+        shares: bool,
+    ) -> tuple[int, PoolSize]:
         """How many rows the batch has: batch_size, or as many as fit if that is None. With `fixed` the batch may have
         more rows than there are sequences.
+
+        Args:
+            shares: whether more rows may share the pool than it has room for at worst (`_shares_pages`).
+
+        Returns:
+            The rows, and the pages of their pool, as of KVManager: those of the worst case, unless only what the
+            policy promises fits into the memory.
 
         Raises:
             MinithinkError: the keys and values would not fit.
@@ -704,16 +735,23 @@ class Engine:
             at_once = min(at_once, len(sequences))
         free = memory.free_bytes(self.device)
         if free is None:
-            return at_once
+            return at_once, None
         sizes = sorted((len(s.prompt) + s.limit for s in sequences), reverse=True)
         prompt = max(len(s.prompt) for s in sequences)
 
-        def needed(rows: int) -> int:
-            return self._bytes_for(policy, plain, rows, sizes, prompt)
+        def needed(rows: int, pages: PoolSize = None) -> int:
+            return self._bytes_for(policy, plain, rows, sizes, prompt, pages)
 
+        pages: PoolSize = None
         fitting = bisect.bisect_right(range(1, at_once + 1), free, key=needed)
+        if fitting < at_once and shares:
+            promised = partial(needed, pages="promised")
+            more = bisect.bisect_right(range(1, at_once + 1), free, key=promised)
+            if more > fitting:
+                pages = "promised"
+                fitting = more
         if fitting == at_once or (fitting and batch_size is None):
-            return fitting
+            return fitting, pages
         fixes = [f"--batch-size {fitting}"] if fitting else []
         if policy is None:
             per_token = self._bytes_for(None, False, at_once, [1] * at_once, prompt)

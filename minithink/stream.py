@@ -34,7 +34,7 @@ from minithink.kv.apart import Apart
 from minithink.kv.contract import Policy
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
-from minithink.kv.manager import KVManager
+from minithink.kv.manager import KVManager, PoolSize
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
@@ -71,14 +71,14 @@ class Stream:
         fixed: bool = False,
         recorder: Recorder | None = None,
         plain: bool = False,
-        pages: int | None = None,
+        pages: PoolSize = None,
     ) -> None:
         """
         Args:
             sequences: all with texts that are given, or none.
             fixed: every step has `batch_size` rows, unused ones as padding (see Engine.stream).
             plain: the policy runs on the plain manager (`kv/plain.py`), not on pages.
-            pages: of the pool that all sequences share; None: as many as the worst case needs.
+            pages: of the pool that all sequences share, as of KVManager.
         """
         self.loaded = loaded
         self.sequences = sequences
@@ -136,7 +136,7 @@ class Stream:
             return self.cache_of(policy, self.batch_size, self._pages)
         return Apart(lambda: self.cache_of(copy.deepcopy(policy), 1))
 
-    def cache_of(self, policy: Policy | None, rows: int, pages: int | None = None) -> FullCache | KVManager:
+    def cache_of(self, policy: Policy | None, rows: int, pages: PoolSize = None) -> FullCache | KVManager:
         """A cache for so many sequences of this stream. pages: as of the stream."""
         loaded = self.loaded
         if policy is None:

@@ -22,8 +22,8 @@ import minithink.stream as stream_module
 from minithink.engine import Engine
 from minithink.evaluate.meter import Seconds, meter
 from minithink.evaluate.recall import Recall
-from minithink.kv.manager import KVManager
-from minithink.kv.sizes import needs
+from minithink.kv.manager import KVManager, bytes_for
+from minithink.kv.sizes import needs, promised_pages
 from minithink.kv.slots import Slots
 from minithink.kv.table import Exhausted
 from minithink.loaded import Loaded
@@ -369,3 +369,80 @@ def test_seconds_add_up_to_the_time_that_passed(engine: Engine, monkeypatch: pyt
     assert any(s.again for s in stream.sequences)
     assert sum(taken.values()) == pytest.approx(clock.now)
     assert taken == pytest.approx(dict(own))
+
+
+# -- how large the pool is, and how many sequences run at once
+
+
+@pytest.mark.parametrize(
+    ("text", "pages"),  # of 16 tokens, for texts of 100 tokens with prompts of 30
+    [
+        ("crystal_kv:budget=40", 4),  # 41 tokens, and a page: whatever one head holds
+        ("crystal_kv_lite:budget=40,schedule=interval:8", 5),  # 49 tokens
+        ("dynts:budget=40", 4),
+        ("crystal_kv:budget=20,protect_prompt=false", 3),  # the prompt is read as a whole
+        ("crystal_kv_lite:budget=20,protect_prompt=false", 3),
+        ("crystal_kv:budget=300", 8),  # no more tokens than the text has
+        ("window:budget=40", None),
+        ("ada_snapkv:budget=40,buffer=8", 5),
+        ("crystal_kv_lite:budget=40+quant:fmt=int8", 4),
+        ("crystal_kv_lite:budget=40+tbq:tau=16,layers=0,thresholds=0.5/0.6", None),  # of which format?
+        ("crystal_kv:budget=40+quant:fmt=int8", 4),
+        ("tbe:budget=40,tau=8,layers=0,thresholds=0.4/0.5,hard_budget=false", None),  # it counts its peaks itself
+        ("full", None),
+    ],
+)
+def test_pages_that_are_promised(text: str, pages: int | None) -> None:
+    """Counted by hand."""
+    assert promised_pages(parse(text), 16, torch.float32, 100, 30) == pages
+
+
+@pytest.mark.parametrize("policy", ["crystal_kv:budget=32", "crystal_kv_lite:budget=32", "dynts:budget=32,ratio=0"])
+def test_a_batch_is_as_large_as_policies_promise(
+    engine: Engine, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is short. All thoughts are over at once, and the answers need more pages than were promised; the
+    tokens are those of a pool for the worst case."""
+    opens, closes = engine.tokenizer.think_ids
+    sample = Sampler.sample
+
+    def say(self: Sampler, logits: torch.Tensor, sequences: list[int], positions: list[int]) -> torch.Tensor:
+        drawn = sample(self, logits, sequences, positions)
+        tags = [{10: opens, 11: closes}.get(position) for position in positions]
+        said = [int(token) if tag is None else tag for token, tag in zip(drawn, tags, strict=True)]
+        return torch.tensor([max(1, token) for token in said])  # 0 would end the text
+
+    monkeypatch.setattr(Sampler, "sample", say)
+    prompts = [[9 + i] * 10 for i in range(6)]
+    options: dict[str, Any] = {"policy": policy, "max_new_tokens": 90, "cache": "paged", "temperature": 0}
+    roomy = engine.stream(prompts, **options)
+    for _ in roomy.steps():
+        pass
+
+    def needed(rows: int, pages: Any = None) -> int:
+        sizes = {"rows": rows, "tokens": 100, "prompt": 10}
+        return bytes_for(engine.config, parse(policy), torch.float32, pages=pages, **sizes)
+
+    assert needed(5, "promised") < needed(5)
+    assert needed(1, "promised") == needed(1), "one sequence always ends"
+    free = [needed(5, "promised")]
+    monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: free[0])
+    stream = engine.stream(prompts, **options)
+    cache = stream.cache
+    assert isinstance(cache, KVManager)
+    assert cache.scarce
+    assert stream.batch_size == 5
+    assert cache.reserved_bytes() == free[0]
+    for _ in stream.steps():
+        pass
+    assert any(s.again for s in stream.sequences)
+    assert [r.token_ids for r in stream.results] == [r.token_ids for r in roomy.results]
+    texts = [[*prompt, *r.token_ids] for prompt, r in zip(prompts, roomy.results, strict=True)]
+    reading = engine.reading(texts, policy, prompt_tokens=10, cache="paged")
+    assert reading.cache.scarce  # type: ignore[union-attr]
+    assert reading.batch_size == 5
+
+    assert engine.stream(prompts, recorder=SimpleNamespace(), **options).batch_size < 5  # type: ignore[arg-type]
+    assert engine.stream(prompts, fixed=True, **options).batch_size < 5, "each has a cache of its own"
+    free[0] = needed(6)
+    assert not engine.stream(prompts, **options).cache.scarce  # type: ignore[union-attr]

@@ -499,7 +499,12 @@ class Policy:
 
     @property
     def limit(self) -> int | None:
-        """Tokens that a lane may hold between steps: budget + slack, under the schedule."""
+        """Tokens that a lane may hold between steps. None: no number bounds them, as where lanes share a budget."""
+        return self.average_limit
+
+    @property
+    def average_limit(self) -> int | None:
+        """Tokens that the lanes may hold between steps on average: budget + slack, under the schedule."""
         schedule = Schedule.parse(self.schedule)
         if schedule.grow is not None:
             return schedule.grow
@@ -529,6 +534,22 @@ class Policy:
         """
         most = tokens if self.limit is None or self.exempt_answer else min(tokens, self.limit + 1)
         return [[(name, most) for name in (*self.storage.thoughts, *self.storage.also)]]
+
+    def promise(self, tokens: int, prompt: int) -> int | None:
+        """Tokens that a lane holds on average while the model thinks, where `peaks` are those of a whole text because
+        lanes share a budget or the answer stays. If memory is short, the pool is made for so many, and sequences wait
+        if it turns out to be too small (`stream.py`).
+
+        Args:
+            tokens, prompt: as of `peaks`.
+
+        Returns:
+            The tokens; None: the pool is made for `peaks`.
+        """
+        whole = self.limit is None or self.exempt_answer
+        if not whole or self.average_limit is None or type(self).peaks is not Policy.peaks:
+            return None
+        return min(tokens, max(self.average_limit, prompt) + 1)
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         """In which lanes the policy must act now, most often by evicting, and how many tokens each may keep: bool and

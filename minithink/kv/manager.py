@@ -103,13 +103,15 @@ from minithink.kv.prompts import PromptPass
 from minithink.kv.recorder import Recorder
 from minithink.kv.requantize import Moves
 from minithink.kv.sequences import Sequences
-from minithink.kv.sizes import UNLIMITED, check_budget, needs
+from minithink.kv.sizes import UNLIMITED, check_budget, needs, promised_pages
 from minithink.kv.stack import listeners, members
 from minithink.kv.store import SAME, PagedStore
 from minithink.kv.view import View
 from minithink.model import Rope
 
 # With columns="fit":
+PoolSize = int | Literal["promised"] | None  # how many pages a pool has, see `KVManager`
+
 NARROWEST = 256  # columns: the smallest width
 FINE = 1024  # columns: lanes that are longer, and have lost tokens, get widths between the powers of two
 
@@ -131,7 +133,7 @@ class KVManager:
         prompt: int | None = None,
         prompts: int | None = None,
         think_ids: tuple[int | None, int | None] = (None, None),
-        pages: int | None = None,
+        pages: PoolSize = None,
         columns: int | Literal["fit"] | None = None,
         first: int | None = None,
     ) -> None:
@@ -144,8 +146,9 @@ class KVManager:
             prompt: the longest prompt; None: a prompt may have all of `tokens`.
             prompts: prompts that are read at once, in full precision; None: as many as there are rows.
             think_ids: the tokens that open and close the think stage; without them a sequence always thinks.
-            pages: of the pool; None: as many as the worst case needs. If there are fewer (`scarce`), ask `has_room`
-                before each step.
+            pages: of the pool; None: as many as the worst case needs; "promised": as many as sequences need that
+                hold what the policy promises (`Policy.promise`), and at least the worst case of one. If these are
+                fewer than the worst case needs (`scarce`), ask `has_room` before each step.
             columns: width of the lists that are read, fixed so that no shape depends on what the lanes hold; "fit":
                 all tensors have the worst case's width, and the width that is read is one of few that the lanes fit
                 into.
@@ -173,7 +176,12 @@ class KVManager:
         units = self.shape.tables[0] * self.shape.tables[2]  # of one row
         prompts = rows if prompts is None else prompts
         worst = units * (rows * need.pages + prompts * need.prompt_pages)
-        pages = worst if pages is None else pages
+        if pages is None:
+            pages = worst
+        elif pages == "promised":
+            promised = promised_pages(policy, config.head_dim, dtype, longest, self.prompt)
+            of_row = need.pages if promised is None else min(need.pages, promised)
+            pages = units * (max(rows * of_row, need.pages) + prompts * need.prompt_pages)
         self.scarce = pages < worst  # whether the pool may turn out to be too small
         self.store = PagedStore(
             self.shape,
@@ -849,6 +857,7 @@ def bytes_for(
     prompt: int,
     prompts: int = 1,
     columns: Literal["fit"] | None = None,
+    pages: PoolSize = None,
 ) -> int:
     """Bytes of all tensors of a manager with so many rows; nothing is allocated. Arguments as of KVManager."""
     manager = KVManager(
@@ -862,5 +871,6 @@ def bytes_for(
         device="meta",
         dtype=dtype,
         columns=columns,
+        pages=pages,
     )
     return sum(x.nbytes for x in manager.tensors())

@@ -189,6 +189,21 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     return Needs(pages, prompt_pages, groups_held, width=max(prompt, min(tokens, most)) + 1)
 
 
+def promised_pages(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int) -> int | None:
+    """Pages that a unit has on average if its sequence holds what the policy promises, and one page more for slots
+    that are free in pages of other tokens. None: the policy promises nothing.
+
+    Args:
+        tokens, prompt: as of `needs`.
+    """
+    storage = policy.storage
+    held = policy.promise(tokens, prompt)
+    if held is None or storage.moves:
+        return None
+    lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
+    return _ceil(held, lay[storage.thoughts[0]].slots) + 1
+
+
 def _ceil(n: int, size: int) -> int:
     """How many times `size` is needed to hold n."""
     return -(-n // size)

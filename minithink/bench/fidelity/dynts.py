@@ -112,8 +112,8 @@ METHOD = (
         shown=(f"{EVIDENCE}#times",),
         paper="The answer is selected from, too.",
         authors="So it is, and tokens of the answer have the score +∞.",
-        here="It ends with the thinking, because the predictor learned nothing of answers. So the manager "
-        "reserves a whole text, and no larger batch than the full cache's fits.",
+        here="It ends with the thinking, because the predictor learned nothing of answers. So a sequence holds a "
+        "whole text at worst. If memory is short, the engine reserves the budget, and sequences may have to wait.",
     ),
     Item(
         of="Theorem 5.1, corollary 5.2, equations 9 to 18, A: what a predictor costs and an eviction saves",
