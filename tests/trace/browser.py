@@ -146,7 +146,11 @@ class Page:
         )
 
     def requests(self) -> list[str]:
-        """Addresses that were asked for, but for the page itself."""
+        """Addresses that the page asked for, but for the page itself.
+
+        The browser's first tab (chrome:, chrome-untrusted:) may still load files of its own.
+        """
         log = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        asked = [m["params"]["request"]["url"] for m in log if m["method"] == "Network.requestWillBeSent"]
+        sent = [m["params"] for m in log if m["method"] == "Network.requestWillBeSent"]
+        asked = [one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome")]
         return [url for url in asked if not url.startswith("file:")]
