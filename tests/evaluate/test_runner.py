@@ -206,11 +206,12 @@ def test_seconds_are_shared(model: Path, problems: Path, tmp_path: Path, monkeyp
     now = [0.0]
     advance = Stream._advance
 
-    def tick(self: Stream, sequences: list[Track]) -> None:
+    def tick(self: Stream, sequences: list[Track]) -> list[Track]:
         now[0] += 5.0 if not sequences[0].tokens else 1.0
-        advance(self, sequences)
+        advanced = advance(self, sequences)
         for s in sequences:
             shares[s.number] = shares.get(s.number, 0) + (5.0 if len(s.tokens) == 1 else 1.0 / len(sequences))
+        return advanced
 
     shares: dict[int, float] = {}
     monkeypatch.setattr(Stream, "_advance", tick)
@@ -235,9 +236,9 @@ def test_how_far_it_is_is_said_while_no_sequence_ends(
     now = [0.0]
     advance = Stream._advance
 
-    def tick(self: Stream, sequences: list[Track]) -> None:
+    def tick(self: Stream, sequences: list[Track]) -> list[Track]:
         now[0] += 10
-        advance(self, sequences)
+        return advance(self, sequences)
 
     monkeypatch.setattr(Stream, "_advance", tick)
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])

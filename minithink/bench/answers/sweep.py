@@ -142,6 +142,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     chosen = {name: SWEEPS[name] for name in dict.fromkeys(args.names)}
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
+    if args.plot is not None and args.budgets is not None:
+        raise UsageError("--plot draws all budgets of a comparison: leave --budgets out.")
     if args.plot is not None:
         need_matplotlib()
         record.check(args.plot / "picture.svg", "--plot")
@@ -153,8 +155,6 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(
                 f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
             )
-    if args.plot is not None and args.budgets is not None:
-        raise UsageError("--plot draws all budgets of a comparison: leave --budgets out.")
     if args.gpus is not None and args.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus chooses the GPUs, and --device is {args.device}: leave one of the two out.")
     if args.gpus is not None and args.gpus > args.processes:
