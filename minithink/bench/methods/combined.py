@@ -5,10 +5,11 @@ The policies and their settings are those of `methods/transfer.py`, so their run
 
 from __future__ import annotations
 
-from minithink.bench.methods import Sweep, Transfer
+from dataclasses import replace
+
+from minithink.bench.methods import transfer
 from minithink.bench.methods.settings import unprotected
-from minithink.bench.methods.transfer import BACKBONE, BUDGETS, CHOSEN, FEW_BITS, FIXED, TRACES, TRIES
-from minithink.evaluate.texts import REFERENCE
+from minithink.bench.methods.transfer import CHOSEN, FEW_BITS
 
 RKV = CHOSEN["rkv"]
 TRIATTENTION = CHOSEN["triattention"]
@@ -24,31 +25,25 @@ KEEPING = (
 POLICIES = (*EVICTING, *FEW_BITS, *UNPROTECTED, *KEEPING)
 
 SWEEPS = {
-    "combined": Sweep(
-        "eviction and few bits in one cache, TriAttention and TurboQuant among them",
-        POLICIES,
-        budgets=BUDGETS,
-        split="test",
+    "combined": replace(
+        transfer.SWEEPS["transfer"],
+        what="eviction and few bits in one cache, TriAttention and TurboQuant among them",
+        policies=POLICIES,
         beside=RKV,
     ),
-    "combined-losses": Sweep(
-        "the same by the loss of reference traces and of fixed texts",
-        POLICIES,
-        budgets=BUDGETS[1:],
-        problems=TRACES,
-        datasets=(REFERENCE, FIXED),
-        losses=True,
+    "combined-losses": replace(
+        transfer.SWEEPS["transfer-losses"],
+        what="the same by the loss of reference traces and of fixed texts",
+        policies=POLICIES,
     ),
 }
 TRANSFERS = {
-    "combined": Transfer(
+    "combined": replace(
+        transfer.EVERY_POLICY,
         answers="combined",
         losses="combined-losses",
-        settings="transfer-settings",
-        tuned=("backbone", BACKBONE),
-        tries=TRIES,
         ranked={name: CHOSEN[name] for name in ("rkv", "triattention", "random_attention", "thinkv")},
         beside=(RKV, TRIATTENTION),
-        models={"backbone": BACKBONE},
+        models={"backbone": transfer.BACKBONE},
     ),
 }

@@ -7,6 +7,7 @@ Number formats alone have none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import chain
 
 from minithink.bench.methods import Sweep, Transfer
@@ -166,24 +167,22 @@ SWEEPS = {
 }
 BACKBONE = "6703513649b7e356"  # hash of the weights of smollm2-think
 
+EVERY_POLICY = Transfer(
+    answers="transfer",
+    losses="transfer-losses",
+    settings="transfer-settings",
+    tuned=("backbone", BACKBONE),
+    tries=TRIES,
+    ranked={name: CHOSEN[name] for name in EVICTING},
+    beside=(CHOSEN["random_attention"], CHOSEN["window"]),
+    models={"embedded": "", "backbone": BACKBONE},  # the control is added when the pool has its runs
+)
 TRANSFERS = {
-    "transfer": Transfer(
-        answers="transfer",
-        losses="transfer-losses",
-        settings="transfer-settings",
-        tuned=("backbone", BACKBONE),
-        tries=TRIES,
-        ranked={name: CHOSEN[name] for name in EVICTING},
-        beside=(CHOSEN["random_attention"], CHOSEN["window"]),
-        models={"embedded": "", "backbone": BACKBONE},  # the control is added when the pool has its runs
-    ),
+    "transfer": EVERY_POLICY,
     # The embedded model has run most policies with their first settings only.
-    "first": Transfer(
+    "first": replace(
+        EVERY_POLICY,
         answers="transfer-first",
-        losses="transfer-losses",
-        settings="transfer-settings",
-        tuned=("backbone", BACKBONE),
-        tries=TRIES,
         ranked={name: FIRST[name] for name in EVICTING},
         beside=(FIRST["random_attention"], FIRST["window"]),
         models={"embedded": ""},
