@@ -45,11 +45,26 @@ def test_claims_about_the_cache_name_their_tests() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_page_of_a_method_begins_with_its_finding_model_and_picture(name: str) -> None:
     """All of it on the first screen, and so is no table."""
-    first = "\n".join((ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()[:FIRST_SCREEN])
-    assert "](embedded-model.md)" in " ".join(first.split())
+    assert "](embedded-model.md)" in " ".join(first_screen(name).split())
+    check_finding_and_picture(name)
+
+
+def test_the_embedded_models_card_begins_with_its_findings_and_a_picture() -> None:
+    check_finding_and_picture("embedded-model")
+
+
+def check_finding_and_picture(name: str) -> None:
+    """The first screen of a page has a finding and a picture, and no table."""
+    first = first_screen(name)
     assert re.search(r"^\* \*\*.+", first, re.MULTILINE), "a finding"
     assert re.search(r"^!\[.+\]\(\S+\.svg\)$", first, re.MULTILINE), "a picture"
     assert "\n|" not in first
+
+
+def first_screen(name: str) -> str:
+    """The first lines of a page in docs/."""
+    lines = (ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()
+    return "\n".join(lines[:FIRST_SCREEN])
 
 
 @pytest.mark.parametrize("name", METHODS)
