@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from minithink.bench.fidelity.item import VERDICTS
+from minithink.evaluate import summary
+from minithink.results import record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -65,6 +67,25 @@ def first_screen(name: str) -> str:
     """The first lines of a page in docs/."""
     lines = (ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()
     return "\n".join(lines[:FIRST_SCREEN])
+
+
+def test_the_page_on_evaluating_begins_with_a_command_and_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal of 110 columns. The numbers are those of a run whose summary is kept."""
+    first = first_screen("evaluate")
+    command = re.search(r"^```sh\n(.*?)\n```$", first, re.MULTILINE)
+    output = re.search(r"^```text\n(.*?)\n```$", first, re.MULTILINE | re.DOTALL)
+    assert command
+    assert output
+    run = record.read(ROOT / "docs" / "results" / "evaluate-first.json")
+    assert command[1] == run["command"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "110")
+    summary.show([summary.Row(**row) for row in run["measurements"]], Path("runs/first"))
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert output[1].splitlines() == lines
 
 
 @pytest.mark.parametrize("name", METHODS)
