@@ -410,7 +410,7 @@ CACHE = (
             "kernels/test_paged_attention.py:test_equals_its_twin",
             "kernels/test_survivors.py:test_equals_its_twin",
         ),
-        shown=("kernels.md#decode-attention",),
+        shown=("appendix/kernel-times.md#decode-attention",),
         paper="CUDA for quantization and K-means, Triton for attention.",
         here="Triton throughout.",
     ),
