@@ -18,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels" / "README.md",
     ROOT / "tutorials" / "README.md",
 ]
 METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
