@@ -392,7 +392,7 @@ CACHE = (
             "kv/test_table.py:test_evicted_slots_are_used_again_before_a_page_is_opened",
             "kv/test_table.py:test_an_empty_page_returns_to_everybody",
         ),
-        shown=("kv-cache.md#what-paging-adds",),
+        shown=("appendix/kv-cache.md#pages-and-slots",),
         paper="It does not say what becomes of a block whose slots are all free.",
         here="It returns to the pool.",
     ),
