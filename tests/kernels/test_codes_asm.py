@@ -59,3 +59,28 @@ def test_there_are_as_many_instructions_as_the_readme_says() -> None:
     kernels = [line for plane in range(4) for line in instructions(block_of_the_kernels(plane))]
     work = [line for line in kernels if not line.startswith("mov") and not line.endswith(", 0")]
     assert len(work) == 15
+
+
+# What `_fast_plane` makes: NVFP4 and ternary codes without scales, with one a word or a channel; FP8; integers.
+BLOCKS = [
+    *((kind, scales) for kind in ("nvfp4", "ternary") for scales in (0, 1, 4)),
+    *((kind, 0) for kind in ("fp8", "int2", "int4", "int8")),
+]
+
+
+@pytest.mark.parametrize(("kind", "scales"), BLOCKS)
+def test_an_output_that_is_written_early_has_a_register_of_its_own(kind: str, scales: int) -> None:
+    """Else the compiler may put it into the register of an input that is still to be read."""
+    constraints = text_of(_planes._fast_registers(kind, scales)).split(",")
+    outputs = [i for i, own in enumerate(constraints) if own.startswith("=")]
+    assert constraints[len(outputs) :] == ["r"] * (len(constraints) - len(outputs))
+    for plane in range(8 // int(kind[3:]) if kind.startswith("int") else 1 if kind == "fp8" else 4):
+        lines = instructions(text_of(_planes._fast_asm(kind, plane, scales)))
+        named = {int(i) for line in lines for i in re.findall(r"\$(\d+)", line)}
+        assert named == set(range(len(constraints))), "every register is used"
+        for i in outputs:
+            written = min(at for at, line in enumerate(lines) if line.split()[1] == f"${i},")
+            later = [
+                x for line in lines[written + 1 :] for x in re.findall(r"\$(\d+)", line) if int(x) not in outputs
+            ]
+            assert bool(later) == ("&" in constraints[i])
