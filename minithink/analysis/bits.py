@@ -24,8 +24,8 @@ from minithink.cli.commands import different, finite, location, natural, positiv
 from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import Engine, load
 from minithink.kv.contract import Policy
+from minithink.kv.sizes import mean_bits
 from minithink.policies import parse, split
-from minithink.quant import parse_pair
 from minithink.results import record
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
@@ -120,22 +120,8 @@ def of_text(policy: Policy, found: Result) -> dict[str, Any]:
         "codes": codes,
         "scales": scales,
         "segments": found.kv_thoughts,
-        "written": written(policy, found.kv_thoughts),
+        "written": mean_bits(policy.storage, found.kv_thoughts),
     }
-
-
-def written(policy: Policy, segments: Mapping[str, int]) -> float | None:
-    """The mean bits of a code over segments, by their types. None: there are no segments, or a type is stored as the
-    model's own numbers."""
-    storage = policy.storage
-    bits = dict[str, float]()
-    for name, pair in zip(storage.names, storage.thoughts, strict=False):
-        if pair != "plain":
-            k, v = parse_pair(pair)
-            bits[name] = (k.bits + v.bits) / 2
-    if not segments or segments.keys() - bits.keys():
-        return None
-    return sum(count * bits[name] for name, count in segments.items()) / sum(segments.values())
 
 
 def summary(texts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ each layer's keys and values are stored in each format and read back:
 
 Both are sums over all traces, tokens and heads, and the mean over layers counts each layer once. Keys are stored
 after RoPE, as in the cache. They are grouped in two ways: a scale for some channels of one token, or for one channel
-of as many tokens. Formats of symmetric numbers are measured with two rules for a group's scale: `largest`, that of the
-cache, by the largest magnitude, and `best`, by the least squared error (`quant/best_scale.py`).
+of as many tokens. Formats of symmetric numbers are measured with two rules for a group's scale: `largest`, which the
+cache has, by the largest magnitude, and `best`, by the least squared error (`quant/best_scale.py`).
 
 All tokens have one format, the prompt's too, and none waits in a buffer. So the output's error is larger than a
 policy's that keeps some tokens in more bits. The last tokens of a text, too few for a group, are left out.
