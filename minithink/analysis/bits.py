@@ -77,10 +77,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         "seed": args.seed,
         **model_settings(args),
     }
-    rows = []
+    rows = result["measurements"] = []
     for text in named:
         rows.append(measure(engine, problems, text, args))
-    result["measurements"] = rows
+        record.write(args.output, result)  # a policy takes minutes: an interrupted run leaves what it has
     return runs.finish(args, result, map(line, rows))
 
 
