@@ -86,8 +86,9 @@ def bits(result: Result) -> Iterable[Row]:
     for row in result["measurements"]:
         counts = row["segments"]
         shares = {kind: counts.get(kind, 0) / sum(counts.values()) for kind in BY_SPARSITY}
-        with_scales = row["codes"] + row["scales"]
-        yield {**row, "name": f"`{row['policy']}`", "shares": shares, "with_scales": with_scales}
+        of_texts = [text["codes"] for text in row["texts"]]
+        about = {"name": f"`{row['policy']}`", "shares": shares, "with_scales": row["codes"] + row["scales"]}
+        yield {**row, **about, "least": min(of_texts), "most": max(of_texts)}
     for where, said in PAPER:
         yield {"name": f"the paper, {where}", "paper": said}
 
@@ -152,6 +153,7 @@ TABLES = {
             E_R_T,
             ("bits as written", "written", "**{:.2f}**"),
             ("bits held", "codes", "**{:.2f}**"),
+            ("of a text", ("least", "most"), "{:.2f} to {:.2f}"),
             ("with scales", "with_scales", "{:.2f}"),
         ),
         rows=bits,

@@ -56,10 +56,10 @@ def test_the_papers_bits_stand_below_those_measured() -> None:
     row = {"policy": "tbq", "right": 1, "tokens": 1234.4, "held": 99.0, "codes": 3.75, "scales": 0.5}
     result = head("bits") | {
         "settings": {"model": "tiny"},
-        "measurements": [row | {"written": 3.5, "segments": segments, "texts": [{}, {}]}],
+        "measurements": [row | {"written": 3.5, "segments": segments, "texts": [{"codes": 4.0}, {"codes": 3.5}]}],
     }
     lines = lines_of(TABLES["embedded-bits"], result)
-    assert lines[2] == "| `tbq` | – | 1 | 1,234 | 99 | 50% / 25% / 25% | **3.50** | **3.75** | 4.25 |"
+    assert lines[2] == "| `tbq` | – | 1 | 1,234 | 99 | 50% / 25% / 25% | **3.50** | **3.75** | 3.50 to 4.00 | 4.25 |"
     assert lines[3].startswith("| the paper, §6.2, figure 8: ")
     assert "| **3.4** | – | – |" in lines[3]
     assert "tiny `abc`, 2 validation problems" in "\n".join(lines)
