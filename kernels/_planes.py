@@ -91,6 +91,15 @@ def _fast_asm(kind, plane, scales):
 
 
 @triton.constexpr_function
+def _fast_registers(kind, scales):
+    """The registers of `_fast_asm`: what it writes (=r), then what it reads. It may not put an output (&) into the
+    register of an input, because it writes the first of two outputs before it has read all inputs."""
+    if kind == "nvfp4" or kind == "int4":
+        return "=r" + ",r" * {0: 1, 1: 2, 4: 3}[scales]
+    return "=&r,=r" + ",r" * {0: 1, 1: 3, 4: 5}[scales]
+
+
+@triton.constexpr_function
 def _levels_asm():
     """PTX that makes four planes, $0 to $3, of two words of four codes, $4: levels of TurboQuant's 4 bits in fp16.
 
@@ -126,37 +135,13 @@ def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, SCALES: t
     words: int16 (NVFP4) or uint8 [T, W], four codes each (FP8: one, and no scale); scale: one of each word, fp16
     [T, W], E4M3 scale · 2^6, or four, int32 [T, W], the E4M3 scales of its channels → fp16 [T, W].
     """
-    if KIND == "fp8":
-        x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES), "=r,=r,r", [words], dtype=tl.float16, is_pure=True, pack=4
-        )
-    elif SCALES == 0:
-        x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES),
-            "=r,r" if KIND == "nvfp4" or KIND == "int4" else "=r,=r,r",
-            [words],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2 if KIND == "nvfp4" or KIND == "int4" else 4,
-        )
-    elif KIND == "nvfp4":
-        x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES),
-            "=r,r,r,r" if SCALES == 4 else "=r,r,r",
-            [words, scale],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=2,
-        )
+    ASM: tl.constexpr = _fast_asm(KIND, PLANE, SCALES)
+    REGISTERS: tl.constexpr = _fast_registers(KIND, SCALES)
+    PACK: tl.constexpr = 2 if KIND == "nvfp4" or KIND == "int4" else 4
+    if SCALES == 0:
+        x = tl.inline_asm_elementwise(ASM, REGISTERS, [words], dtype=tl.float16, is_pure=True, pack=PACK)
     else:
-        x = tl.inline_asm_elementwise(
-            _fast_asm(KIND, PLANE, SCALES),
-            "=r,=r,r,r,r,r,r" if SCALES == 4 else "=r,=r,r,r,r",
-            [words, scale],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
+        x = tl.inline_asm_elementwise(ASM, REGISTERS, [words, scale], dtype=tl.float16, is_pure=True, pack=PACK)
     return x
 
 

@@ -15,7 +15,7 @@ To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as
 
 Layout: one launch, a program per lane and block of BLOCK columns. Usually the token of column s is in entry s. If
 tokens before it were evicted since, a binary search finds the entries of the block.
-Bound: memory, by a count of bytes (not measured). For each token 16 bytes are read (attention, position; position and
+Bound: memory, by a count of bytes. For each token 16 bytes are read (attention, position; position and
 score of its entry) and 4 written. A search reads about log2(E) more positions, from the GPU's cache.
 """
 

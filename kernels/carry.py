@@ -17,7 +17,7 @@ To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as
 
 Layout: one launch, a program per lane, which goes over the lane's columns BLOCK at a time. A prefix sum over the
 flags gives each token that stays its entry, behind the entries that earlier blocks have written.
-Bound: memory, by a count of bytes (not measured). For each token 9 bytes are read (flag, position, score) and 8
+Bound: memory, by a count of bytes. For each token 9 bytes are read (flag, position, score) and 8
 written.
 """
 

@@ -20,7 +20,7 @@ To use it alone, copy this file, `_common.py` and `_entries.py`. With the GPU as
 Layout: one launch, a program per lane, which goes over the lane's entries BLOCK at a time. Usually the token of
 column s is in entry s. If tokens before it were evicted since, a binary search finds the entries of the block. They
 are in or behind the block, so no entry is read that an earlier block has written.
-Bound: memory, by a count of bytes (not measured). For each token 13 bytes are read and 8 written (flag and position;
+Bound: memory, by a count of bytes. For each token 13 bytes are read and 8 written (flag and position;
 position and TS of its entry), with MRI 17 and 12. A search reads about log2(E) more positions, from the GPU's cache.
 """
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from minithink.bench.fidelity.item import VERDICTS
+from minithink.evaluate import summary
+from minithink.results import record
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -16,6 +18,7 @@ PAGES = [
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "kernels" / "README.md",
     ROOT / "tutorials" / "README.md",
 ]
 METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
@@ -34,7 +37,7 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
 
 def test_claims_about_the_cache_name_their_tests() -> None:
     """Each row of a table of claims names at least one."""
-    text = (ROOT / "docs" / "kv-cache.md").read_text("utf-8")
+    text = (ROOT / "docs" / "appendix" / "kv-cache.md").read_text("utf-8")
     tables = re.findall(r"^\| claim \| test \|\n\| --- \| --- \|\n((?:\|.*\n)+)", text, re.MULTILINE)
     rows = [row for table in tables for row in table.splitlines()]
     assert len(rows) > 20
@@ -45,11 +48,45 @@ def test_claims_about_the_cache_name_their_tests() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_page_of_a_method_begins_with_its_finding_model_and_picture(name: str) -> None:
     """All of it on the first screen, and so is no table."""
-    first = "\n".join((ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()[:FIRST_SCREEN])
-    assert "](embedded-model.md)" in " ".join(first.split())
+    assert "](embedded-model.md)" in " ".join(first_screen(name).split())
+    check_finding_and_picture(name)
+
+
+def test_the_embedded_models_card_begins_with_its_findings_and_a_picture() -> None:
+    check_finding_and_picture("embedded-model")
+
+
+def check_finding_and_picture(name: str) -> None:
+    """The first screen of a page has a finding and a picture, and no table."""
+    first = first_screen(name)
     assert re.search(r"^\* \*\*.+", first, re.MULTILINE), "a finding"
     assert re.search(r"^!\[.+\]\(\S+\.svg\)$", first, re.MULTILINE), "a picture"
     assert "\n|" not in first
+
+
+def first_screen(name: str) -> str:
+    """The first lines of a page in docs/."""
+    lines = (ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()
+    return "\n".join(lines[:FIRST_SCREEN])
+
+
+def test_the_page_on_evaluating_begins_with_a_command_and_what_it_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal of 110 columns. The numbers are those of a run whose summary is kept."""
+    first = first_screen("evaluate")
+    command = re.search(r"^```sh\n(.*?)\n```$", first, re.MULTILINE)
+    output = re.search(r"^```text\n(.*?)\n```$", first, re.MULTILINE | re.DOTALL)
+    assert command
+    assert output
+    run = record.read(ROOT / "docs" / "results" / "evaluate-first.json")
+    assert command[1] == run["command"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "110")
+    summary.show([summary.Row(**row) for row in run["measurements"]], Path("runs/first"))
+    printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line.rstrip() for line in printed.splitlines()]
+    assert output[1].splitlines() == lines
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -684,8 +684,8 @@ assert thinkv.held(0) == 12
 # No token was moved and nothing was gathered. That is what the paper calls continuous thinking.
 #
 # In the library, `minithink/kv/store.py` has the life of a token, `slots.py` the free slots, `table.py` the block
-# table and `manager.py` the step protocol. `docs/kv-cache.md` says which file to read for what, what pages add to the
-# plain manager, and which test proves it.
+# table and `manager.py` the step protocol. `docs/kv-cache.md` says what pages add to the plain
+# manager; `docs/appendix/kv-cache.md` which test proves it, and which file to read for what.
 #
 # One thing is left for the next tutorial: A, B, C and D were quantized *together*, and their keys share scales. A and
 # C are gone. What happens to the scales?

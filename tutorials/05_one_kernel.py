@@ -874,8 +874,8 @@ print(
 assert 3.3 < sixteen / four < 3.6
 
 # %% [markdown]
-# That factor is what four bits are worth at the most, if decoding hides behind reading. `docs/kernels.md` says how
-# the kernel's speed is measured, in every format.
+# That factor is what four bits are worth at the most, if decoding hides behind reading.
+# `docs/appendix/kernel-times.md` has the kernel's speed in every format, and says how it is measured.
 #
 # ## Three things to remember
 #

@@ -401,8 +401,8 @@ assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 # `minithink/ref/loudness.py`, written to be read, and `kernels/loudness.py` in Triton. A test compares the two.
 # Tutorial 5 builds a kernel in five steps.
 #
-# Also on a GPU, `capturable = True` lets `decide` be a part of a CUDA graph. `docs/kv-cache.md` says what a policy
-# must obey for it.
+# Also on a GPU, `capturable = True` lets `decide` be a part of a CUDA graph. `docs/appendix/policy-state.md`
+# says what a policy must obey for it.
 #
 # ## Three things to remember
 #
@@ -424,4 +424,4 @@ assert all(text.partition(":")[0] in POLICIES for text in sweep.policies)
 # 2. All but the newest token, which always stays. The laws hold all the same: they do not say which tokens are good.
 # 3. A score for each token that is held, by *position*, because columns shift when tokens leave. It goes into
 #    `setup`, is named in `state` (else law 3 fails in the tests), and is cleared for the row in `reset`.
-#    `docs/kv-cache.md` ("What a policy remembers") shows three ways; `h2o.py` is one of them, for sums.
+#    `docs/appendix/policy-state.md` shows three ways; `h2o.py` is one of them, for sums.

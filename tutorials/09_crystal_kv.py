@@ -356,7 +356,8 @@ assert far["window"] == 0 < far["λ = 0.6"] < far["random"]
 # The right half of the picture is eight needs of one text, with attention held fixed. The answer's numbers are not
 # far back: the thinking repeats them shortly before it ends. On 200 problems of each family, LRFU keeps fewer needs
 # and is right less often than both; beside the window, intervals are apart in `search` only
-# (`docs/embedded-model.md`, 25 %). It is not shown that lost needs are why. And the paper's models are much larger.
+# (`docs/appendix/embedded-model.md`, 25 %). It is not shown that lost needs are why. And the paper's models are much
+# larger.
 #
 # ## Three things to remember
 #

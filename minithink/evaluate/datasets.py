@@ -159,7 +159,8 @@ def add_fields_argument(parser: argparse.ArgumentParser) -> None:
         type=fields_of,
         metavar="WHAT=FIELD,…",
         help="of a file or hub:owner/name: the fields that hold the question, the answer, the id, the group and the "
-        "grader, as in question=problem,answer=solution (default: usual names, which docs/evaluate.md lists)",
+        "grader, as in question=problem,answer=solution (default: usual names, which docs/appendix/evaluate.md "
+        "lists)",
     )
 
 

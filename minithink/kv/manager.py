@@ -12,8 +12,8 @@
              Python does not run when they are replayed. So the host (Python, with its own counts of tokens) checks
              before a step what it can, and reads after the step what it must know.
 
-None of them may change a result. Under "What paging adds" docs/kv-cache.md says what each is good for, and names the
-test that proves it. tests/kv/test_plain.py holds the whole to the plain manager.
+None of them may change a result. docs/appendix/kv-cache.md says what each is good for, and names the tests that prove
+it. tests/kv/test_plain.py holds the whole to the plain manager.
 
 A decode step feeds one token to each of some sequences. Its parts, in order:
 

@@ -25,6 +25,7 @@ from tests.test_imports import imports_of, sources
 
 KERNELS = ROOT / "kernels"
 FILES = [path.stem for path in sorted(KERNELS.glob("*.py"))]
+FIRST_SCREEN = 40  # lines
 PUBLIC = [name for name in FILES if not name.startswith("_")]
 ALONE = re.compile(r"To use it alone, copy this file(.*?)\. With the GPU as torch's default device:")
 USED = re.compile(r"Used by (`.*?\.py`)\.")
@@ -71,6 +72,14 @@ def test_the_example_gives_what_it_says(name: str) -> None:
     said: list[str] = []
     result = doctest.DocTestRunner(verbose=False).run(test, out=said.append)
     assert not result.failed, "".join(said)
+
+
+def test_the_example_is_on_the_first_screen() -> None:
+    """It ends there, so no one has to look for it."""
+    for name in PUBLIC:
+        lines = (KERNELS / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        example = [i for i, line in enumerate(lines, start=1) if line.startswith(("    >>> ", "    ... "))]
+        assert max(example) < FIRST_SCREEN, f"kernels/{name}.py"
 
 
 def test_the_named_files_are_those_that_it_imports() -> None:

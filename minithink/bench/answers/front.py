@@ -23,7 +23,7 @@ from minithink.bench.answers import losses, pool, sweep, transfer
 from minithink.bench.answers.overall import DIFFERENCE, LEVEL, together
 from minithink.bench.answers.pool import Run
 from minithink.bench.answers.sweep import said_of_commits, wanted_of
-from minithink.bench.answers.transfer import SPREAD, Cell, Entry, Source, add_tests, right_of, tested
+from minithink.bench.answers.transfer import ENOUGH, SPREAD, Cell, Entry, Source, add_tests, right_of, tested
 from minithink.bench.methods import Column, Result, Row, Table, Transfer, collected
 from minithink.bench.methods.settings import PROTECTED
 from minithink.bench.tables.markdown import source as said_of_source
@@ -36,7 +36,6 @@ from minithink.results import record
 from minithink.results.figures import drawing, need_matplotlib
 
 LIMITS = (0.125, 0.25, 0.5)  # shares of the full cache's bytes for which the best row is named
-ENOUGH = 0.5  # a family counts if it has at least this share of the runs of the family with the most
 SHAPE = "llama-8b"  # of the steps that are timed, and how many sequences they have
 SEQUENCES = 64
 MARK = "●"  # before rows of the front
@@ -133,6 +132,7 @@ def result_of(source: Source, model: str) -> Result:
         "weights": wanted[0]["checkpoint"],
         "families": families,
         "too_few": sorted({key["dataset"] for key in wanted} - set(families)),
+        "asked": {key["budget"] for key in wanted},
         "lacking": lacking(wanted, by_cell),
         "beside": source.one.beside[0],
         "steps": steps,
@@ -405,10 +405,17 @@ def said_of_missing(result: Result) -> list[str]:
     if result["too_few"]:
         families = ", ".join(code(family) for family in result["too_few"])
         said.append(f"Too few policies have run on {families}, which is not shown.")
+    nowhere = sorted(
+        {key for key in result["asked"] if key is not None} - {m["budget"] for m in result["measurements"]}
+    )
+    if nowhere:
+        said.append(f"No policy has run at {', '.join(map(budget_text, nowhere))}.")
     names = []
     for policy, budgets in result["lacking"].items():
-        at = ", ".join(budget_text(budget) for budget in budgets if budget is not None)
-        names.append(f"{code(policy)}{f' ({at})' if at else ''}")
+        left = [budget for budget in budgets if budget not in nowhere]
+        if left:
+            at = ", ".join(budget_text(budget) for budget in left if budget is not None)
+            names.append(f"{code(policy)}{f' ({at})' if at else ''}")
     if names:
         said.append(f"**Not run on this model**: {'; '.join(names)}.")
     return said

@@ -48,8 +48,10 @@ ANSWERS = "answers"
 EQUAL = 0.05  # two policies count as equally right if the whole interval of their difference is below this
 OF_LOSSES = ("loss", "losses", "kv_bytes_peak")  # what is read of a row
 SURE = 0.001  # smaller probabilities are not told apart
+ENOUGH = 0.75  # a family counts if it has at least this share of the runs of the family with the most
+OF_TEXTS = ""  # stands for the family where a value is the loss of texts
 Cell = tuple[str, Any]  # policy and budget
-Values = dict[Cell, float]
+Values = Mapping[str, Mapping[Cell, float]]  # family → what policies are ranked by, the larger the better
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--settings", action="store_true", help="print what the validation problems choose")
     add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
+    add("--families", nargs="+", default=families(), choices=families(), help="whose answers count (default: all)")
     pool.add_results_argument(parser)
 
 
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"The picture shows one budget, and --budget gives {len(args.budget)}: give one.")
     if args.plot is not None:
         need_matplotlib()
-    source = Source(TRANSFERS[args.name], args.results, limit=args.limit)
+    source = Source(TRANSFERS[args.name], args.results, limit=args.limit, families=args.families)
     if args.settings:
         for name, text in chosen(source).items():
             print(f'    "{name}": "{text}",')
@@ -94,6 +97,7 @@ class Source:
         limit: problems of a quick look; None: as the documents show it.
         runs: of the pool; None: they are read.
         marked: look which runs are of other code than their policies have now.
+        families: whose answers put policies into an order.
     """
 
     def __init__(
@@ -104,12 +108,14 @@ class Source:
         limit: int | None = None,
         runs: Sequence[Run] | None = None,
         marked: bool = False,
+        families: Sequence[str] = families(),
     ) -> None:
         self.one = one
         self.where = where
         self.limit = limit
         self.runs = pool.read(where) if runs is None else runs
         self.marked = marked
+        self.families = families
 
     def sweep_of(self, name: str, model: str) -> Sweep:
         """A comparison on one of the models."""
@@ -202,54 +208,51 @@ class Source:
         except MinithinkError:
             return []
 
-    def common_families(self) -> list[str]:
-        """The families that every model has, but for models without any."""
-        each = list[set[str]]()
-        for model in self.one.models:
-            families = {run.cell[0] for run in self.answers_of(model)}
-            if families:
-                each.append(families)
-        return sorted(set.intersection(*each)) if each else []
-
     def values(self) -> dict[tuple[str, str], Values]:
-        """What the policies are ranked by, each value the larger the better. The key is a model and ANSWERS or the
-        name of texts. Models without runs are left out. Answers are those of the common families."""
+        """What the policies are ranked by. The key is a model and ANSWERS or the name of texts. Models without runs
+        are left out."""
         found = dict[tuple[str, str], Values]()
-        common = self.common_families()
         for model in self.one.models:
-            answers = right_of(run for run in self.answers_of(model) if run.cell[0] in common)
+            answers = dict[str, dict[Cell, float]]()
+            for run in self.answers_of(model):
+                family, *cell = run.cell
+                if run.right and family in self.families:
+                    answers.setdefault(family, {})[tuple(cell)] = fmean(run.shares)
             if answers:
-                found[model, ANSWERS] = {cell: fmean(right) for cell, right in answers.items()}
+                found[model, ANSWERS] = answers
+            losses = dict[str, dict[Cell, float]]()
             try:
                 runs = self.runs_of(self.one.losses, model)
             except MinithinkError:
                 continue
             for run in runs:
                 need(run, OF_LOSSES, self.where / pool.FILE)
-                texts, policy, budget = run.cell
-                found.setdefault((model, texts), {})[policy, budget] = -run.row["loss"]
+                texts, *cell = run.cell
+                losses.setdefault(texts, {})[tuple(cell)] = -run.row["loss"]
+            for texts, own in losses.items():
+                found[model, texts] = {OF_TEXTS: own}
         return found
 
     def ranks(self) -> Result:
         """Rank correlations: of the answers of every two models, and of a model's losses with its answers."""
         values = self.values()
         runs = list[Run]()
-        for model, what in values:
-            runs += self.runs_of(self.one.answers if what == ANSWERS else self.one.losses, model)
+        for model in dict.fromkeys(model for model, _ in values):
+            kinds = {what == ANSWERS for of_model, what in values if of_model == model}
+            for is_answers in sorted(kinds, reverse=True):
+                runs += self.runs_of(self.one.answers if is_answers else self.one.losses, model)
         rows = list[Row]()
         for first, second in combinations(values, 2):
             models = first[0] == second[0]
             answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
             if answers == 2 or (answers == 1 and models):
-                rows += correlations(first, values[first], second, values[second], self.one.ranked.values())
+                rows += correlations(first, values[first], second, values[second], [*self.one.ranked.values()])
         if not rows:
             raise MinithinkError(
                 f"{self.where / pool.FILE} has no two orders of policies to compare: it needs the answers of two "
                 "models, or those of one and its losses; `bench sweep` makes them."
             )
-        about = self._about(runs)
-        about["settings"] = {"families": self.common_families()}
-        return about | {"measurements": rows, "complete": True}
+        return self._about(runs) | {"measurements": rows, "complete": True}
 
     def _about(self, runs: Sequence[Run]) -> dict[str, Any]:
         """The newest of some runs, as a result says where it comes from."""
@@ -301,20 +304,50 @@ def add_tests(rows: Sequence[dict[str, Any]], right: Mapping[Cell, Sequence[floa
         test["corrected"] = p
 
 
+@dataclass(frozen=True)
+class Shared:
+    """Where two orders of policies can be compared at a budget."""
+
+    families: tuple[str, ...]  # in which both have run, but for those in which far fewer policies have
+    policies: tuple[str, ...]  # that both have run in all of these
+
+    def of(self, values: Values, budget: float) -> list[float]:
+        """The value of each policy, the mean over the families."""
+        return [
+            fmean(in_family(values, family)[policy, budget] for family in self.families) for policy in self.policies
+        ]
+
+
+def in_family(values: Values, family: str) -> Mapping[Cell, float]:
+    """A policy's loss of texts is the same whatever the family."""
+    return values[OF_TEXTS] if OF_TEXTS in values else values.get(family, {})
+
+
+def shared(first: Values, second: Values, ranked: Sequence[str], budget: float) -> Shared:
+    """Which families and policies two orders have in common at a budget. A family with few of them does not
+    count (`ENOUGH`): a comparison may be unfinished."""
+    found = dict[str, list[str]]()
+    for family in sorted((first.keys() | second.keys()) - {OF_TEXTS}):
+        both = in_family(first, family).keys() & in_family(second, family).keys()
+        found[family] = [policy for policy in ranked if (policy, budget) in both]
+    most = max(map(len, found.values()), default=0)
+    counts = tuple(family for family, own in found.items() if own and len(own) >= ENOUGH * most)
+    return Shared(counts, tuple(p for p in ranked if counts and all(p in found[family] for family in counts)))
+
+
 def correlations(
-    first: tuple[str, str], x: Values, second: tuple[str, str], y: Values, ranked: Iterable[str]
+    first: tuple[str, str], x: Values, second: tuple[str, str], y: Values, ranked: Sequence[str]
 ) -> list[Row]:
     """A row for each budget that both have."""
-    names = list(ranked)
     rows = list[Row]()
-    for budget in sorted({budget for _, budget in x if budget is not None}):
-        cells = [(name, budget) for name in names if (name, budget) in x and (name, budget) in y]
-        mine = [x[cell] for cell in cells]
-        theirs = [y[cell] for cell in cells]
-        if not cells:
+    for budget in sorted({budget for own in x.values() for _, budget in own if budget is not None}):
+        both = shared(x, y, ranked, budget)
+        if not both.policies:
             continue
+        mine, theirs = both.of(x, budget), both.of(y, budget)
         low, high = interval(mine, theirs) or (None, None)
-        row = {"first": said_of(first), "second": said_of(second), "budget": budget, "policies": len(cells)}
+        row = {"first": said_of(first), "second": said_of(second), "budget": budget, "policies": len(mine)}
+        row["families"] = list(both.families)
         rows.append(row | {"rho": spearman(mine, theirs), "low": low, "high": high})
     return rows
 
@@ -392,9 +425,14 @@ def said_below_ranks(result: Result) -> list[str]:
         "policies), and their number. Less loss counts as better.",
         *said_of_commits(result),
     ]
-    families = result["settings"]["families"]
-    if families:
-        text.append(f"Answers: of {', '.join(families)}.")
+    few = dict[tuple[str, ...], list[str]]()
+    for row in result["measurements"]:
+        if row["families"] != sorted(families()):
+            few.setdefault(tuple(row["families"]), []).append(
+                f"{row['first']} and {row['second']} at {budget_text(row['budget'])}"
+            )
+    for names, where in few.items():
+        text.append(f"Only of {', '.join(names)}, because few policies have run elsewhere: {'; '.join(where)}.")
     return [" ".join(text), ""]
 
 
@@ -530,11 +568,12 @@ def draw(source: Source, budget: float, path: Path) -> None:
     values = source.values()
     *_, model = source.one.models
     truth = values.pop((model, ANSWERS), {})
-    panels = dict[tuple[str, str], list[str]]()  # name → the policies that both have
+    named = {text: name for name, text in source.one.ranked.items()}
+    panels = dict[tuple[str, str], Shared]()
     for what, own in values.items():
-        names = [n for n, text in source.one.ranked.items() if (text, budget) in own and (text, budget) in truth]
-        if names and (what[1] == ANSWERS or what[0] == model):
-            panels[what] = names
+        both = shared(own, truth, [*named], budget)
+        if both.policies and (what[1] == ANSWERS or what[0] == model):
+            panels[what] = both
     if not panels:
         raise MinithinkError(
             f"The pool has no policies of {model} at {budget_text(budget)} to compare with another model or a loss: "
@@ -542,20 +581,23 @@ def draw(source: Source, budget: float, path: Path) -> None:
         )
     with drawing(path, 4.2 * len(panels), 4.4) as figure:
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-        for axis, (what, names) in zip(axes, panels.items(), strict=True):
+        for axis, (what, both) in zip(axes, panels.items(), strict=True):
             is_loss = what[1] != ANSWERS
-            texts = [source.one.ranked[name] for name in names]
-            x = [-values[what][text, budget] if is_loss else 100 * values[what][text, budget] for text in texts]
-            y = [100 * truth[text, budget] for text in texts]
+            mine, theirs = both.of(values[what], budget), both.of(truth, budget)
+            x = [-value if is_loss else 100 * value for value in mine]
+            y = [100 * value for value in theirs]
             axis.scatter(x, y, s=10, color=COLOR)
             axis.margins(x=0.15)  # room for the names
-            for name, across, up in zip(names, x, y, strict=True):
-                axis.annotate(name, (across, up), xytext=(3, 2), textcoords="offset points", fontsize=5.5)
+            for text, across, up in zip(both.policies, x, y, strict=True):
+                axis.annotate(named[text], (across, up), xytext=(3, 2), textcoords="offset points", fontsize=5.5)
             if is_loss:
                 axis.invert_xaxis()  # better is on the right, as in the others
             axis.set_xlabel(f"{said_of(what)}, {'nats' if is_loss else '% right'}")
-            rho = spearman([values[what][text, budget] for text in texts], y)
-            axis.set_title("" if rho is None else f"rank correlation {rho:+.2f}", fontsize=8)
+            rho = spearman(mine, theirs)
+            title = [] if rho is None else [f"rank correlation {rho:+.2f}"]
+            if [*both.families] != sorted(families()):
+                title.append(f"only {', '.join(both.families)}")
+            axis.set_title("; ".join(title), fontsize=8)
             axis.grid(color="#dddddd")
             axis.set_axisbelow(True)
         axes[0].set_ylabel(f"{model}, answers, % right at {budget_text(budget)}")

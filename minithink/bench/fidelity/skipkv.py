@@ -170,7 +170,7 @@ STEERING = (
             "evaluate/test_padding.py:test_worked_example_6",
             "evaluate/test_padding.py:test_grouping_never_costs_budget",
         ),
-        shown=(f"{EVIDENCE}#budgets-that-pay-for-padding", "evaluate.md#budgets-minus-padding"),
+        shown=(f"{EVIDENCE}#budgets-that-pay-for-padding", "appendix/evaluate.md#budgets-minus-padding"),
         here="Nothing is padded here, so budgets are charged what padding would take.",
     ),
 )

@@ -90,7 +90,7 @@ class Sweep:
     recall: bool = False  # whether recall is measured
     padded: int = 0  # sequences of a batch whose padding budgets pay for (`minithink/evaluate/padding.py`); 0: none
     group: bool = False  # with `padded`: batches of prompts of similar length
-    needed: bool = False  # whether the share of needs that the cache meets is measured (docs/evaluate.md)
+    needed: bool = False  # whether the share of needs that the cache meets is measured (docs/appendix/evaluate.md)
     datasets: tuple[str, ...] = ()  # datasets of the problems; (): the embedded families
     # The loss of texts is taken in place of answers (`answers/losses.py`): `datasets` names texts, `problems` says
     # how many, and shares of a budget are of each text's length.

@@ -2,7 +2,7 @@
 
 python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
 python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
-python -m minithink.evaluate loss --texts FOLDER …           how long a policy reads (in docs/evaluate.md)
+python -m minithink.evaluate loss --texts FOLDER …           how long a policy reads (in docs/appendix/loss.md)
 python -m minithink.calibrate centers --model FOLDER         whether queries lie around a centre
 python -m minithink.calibrate thoughts --model FOLDER        whether sparsity tells thoughts apart
 python -m minithink.calibrate predictor --model FOLDER       whether hidden states tell what the answer reads

@@ -27,6 +27,13 @@ def tools(result: Result) -> Iterable[Row]:
         yield {"tool": tool, "tests": tests} | {name: sum(m[name] for m in own) for name in ("errors", "processes")}
 
 
+def main_figures(result: Result) -> Iterable[Row]:
+    """Attention of one sequence and of 64, in the formats that most want to compare."""
+    for m in result["measurements"]:
+        if m["batch"] in (1, 64) and m["format"] in ("sdpa", "bf16", "fp8", "nvfp4", "int4"):
+            yield m
+
+
 TIME = "{:us}[, **{:.2f} ×**]"
 TABLES = {
     "attention": Table(
@@ -35,6 +42,14 @@ TABLES = {
         cells=(("{}", ("microseconds", "ratio"), TIME),),
         titles={"sdpa": "torch, contiguous"},
         said=bandwidths,
+    ),
+    "attention-main": Table(
+        (("sequences", "batch", "{}"), ("tokens of each", "length", "{:,}")),
+        rows=main_figures,
+        across="format",
+        cells=(("{}", ("microseconds", "ratio"), TIME),),
+        titles={"sdpa": "torch, contiguous"},
+        file="attention",
     ),
     "append": Table(
         (

@@ -166,6 +166,7 @@ SWEEPS = {
     ),
 }
 BACKBONE = "6703513649b7e356"  # hash of the weights of smollm2-think
+CONTROL = "bebeaf9a641634e6"  # of tiny-control, the embedded model trained without eviction
 
 EVERY_POLICY = Transfer(
     answers="transfer",
@@ -175,7 +176,7 @@ EVERY_POLICY = Transfer(
     tries=TRIES,
     ranked={name: CHOSEN[name] for name in EVICTING},
     beside=(CHOSEN["random_attention"], CHOSEN["window"]),
-    models={"embedded": "", "backbone": BACKBONE},  # the control is added when the pool has its runs
+    models={"embedded": "", "control": CONTROL, "backbone": BACKBONE},
 )
 TRANSFERS = {
     "transfer": EVERY_POLICY,

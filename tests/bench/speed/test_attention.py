@@ -14,10 +14,11 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     says_that_there_is_no_gpu("attention", tmp_path)
 
 
-def test_the_table(tmp_path: Path) -> None:
-    def row(batch: int, name: str, microseconds: float, **more: Any) -> dict[str, Any]:
-        return {"batch": batch, "length": 4096, "format": name, "microseconds": microseconds, **more}
+def row(batch: int, name: str, microseconds: float, **more: Any) -> dict[str, Any]:
+    return {"batch": batch, "length": 4096, "format": name, "microseconds": microseconds, **more}
 
+
+def test_the_table(tmp_path: Path) -> None:
     result = {
         **RESULT,
         "benchmark": "attention",
@@ -36,4 +37,27 @@ def test_the_table(tmp_path: Path) -> None:
         "| --- | ---: | ---: | ---: | ---: |",
         "| 1 | 4,096 | 12.3 µs | 9.88 µs, **1.25 ×** | – |",
         "| 64 | 4,096 | 1,234 µs | 250 µs, **4.93 ×** | 80.0 µs, **3.13 ×** |",
+    ]
+
+
+def test_the_short_table_is_of_one_sequence_and_of_64(tmp_path: Path) -> None:
+    """It leaves out formats, too."""
+    result = {
+        **RESULT,
+        "benchmark": "attention",
+        "measurements": [
+            row(1, "sdpa", 12.34),
+            row(1, "nvfp4", 9.876, ratio=1.249),
+            row(1, "bf16, mass", 13.0, ratio=0.9),
+            row(16, "nvfp4", 25.0, ratio=1.5),
+            row(64, "nvfp4", 80.0, ratio=3.13),
+        ],
+    }
+    record.write(tmp_path / "attention.json", result)
+    text = pages.fill("<!-- table:attention-main -->\n<!-- end -->", "x.md", tmp_path)
+    assert text.splitlines()[1:-3] == [
+        "| sequences | tokens of each | torch, contiguous | nvfp4 |",
+        "| --- | ---: | ---: | ---: |",
+        "| 1 | 4,096 | 12.3 µs | 9.88 µs, **1.25 ×** |",
+        "| 64 | 4,096 | – | 80.0 µs, **3.13 ×** |",
     ]
