@@ -85,7 +85,8 @@ def bits(result: Result) -> Iterable[Row]:
     """A row for each policy, then one for each figure of the paper."""
     for row in result["measurements"]:
         counts = row["segments"]
-        shares = {kind: counts.get(kind, 0) / sum(counts.values()) for kind in BY_SPARSITY}
+        total = sum(counts.values())
+        shares = {kind: counts.get(kind, 0) / total for kind in BY_SPARSITY if total}
         of_texts = [text["codes"] for text in row["texts"]]
         about = {"name": f"`{row['policy']}`", "shares": shares, "with_scales": row["codes"] + row["scales"]}
         yield {**row, **about, "least": min(of_texts), "most": max(of_texts)}
