@@ -9,7 +9,7 @@ from minithink.cli import commands
 
 PROGRAM = "minithink.analysis"
 DESCRIPTION = "Measure what methods take for granted."
-COMMANDS = ("premises", "attention", "segments", "answer-attention", "budgets", "importance")
+COMMANDS = ("premises", "attention", "segments", "answer-attention", "budgets", "importance", "formats", "bits")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted
 from minithink.kv.byte_size import ByteSize
-from minithink.kv.contract import Policy, kept
+from minithink.kv.contract import Policy, Storage, kept
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import members
+from minithink.quant import parse_pair
 
 UNLIMITED = 2**30  # tokens: no lane exceeds such a budget
 
@@ -202,6 +204,28 @@ def promised_pages(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, pr
         return None
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))
     return _ceil(held, lay[storage.thoughts[0]].slots) + 1
+
+
+def mean_bits(storage: Storage, types: Mapping[str, float]) -> float | None:
+    """The bits of a number's code in the mean over thought types, keys and values together, without scales.
+
+    Args:
+        storage: names the types, and says how each is stored.
+        types: how often each type occurs, by its name: counts or shares.
+
+    Returns:
+        None: no type occurs, or one that does is stored in the model's own number type.
+    """
+    total = sum(types.values())
+    bits = 0.0
+    for name, pair in zip(storage.names, storage.thoughts, strict=False):
+        share = types.get(name, 0)
+        if share and pair == "plain":
+            return None
+        if share:
+            k, v = parse_pair(pair)
+            bits += share * (k.bits + v.bits) / 2
+    return bits / total if total else None
 
 
 def _ceil(n: int, size: int) -> int:

@@ -72,6 +72,28 @@ def test_every_query_is_shown_what_it_looks_at(model, logits, at_once, queries):
 
 
 @pytest.mark.parametrize("at_once", [None, 7])
+def test_attention_is_shown_with_its_queries_keys_and_values(model, logits, at_once):
+    """Queries and keys are rotated; nobody needs to look at logits."""
+    queries: dict[int, list[torch.Tensor]] = {}
+    last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attended(layer, q, k, v):
+        queries.setdefault(layer, []).append(q)
+        last[layer] = k.clone(), v.clone()
+
+    read(model.loaded, TEXT, at_once=at_once, attended=attended)
+    for layer, (k, v) in last.items():
+        q = torch.cat(queries[layer]).unflatten(1, (len(k), -1))  # [T, Hkv, g, D]
+        assert k.shape == v.shape == (model.config.num_kv_heads, len(TEXT), model.config.head_dim)
+        for i, want in enumerate(logits[layer]):
+            found = q[i] @ k[:, : i + 1].mT / model.config.head_dim**0.5
+            assert_close("logits", found, want, atol=1e-4, rtol=1e-4)
+        own = model.config.num_kv_heads * model.config.head_dim
+        assert v.transpose(0, 1).reshape(len(TEXT), own).unique(dim=0).shape[0] > 10, "each token has its value"
+    assert len(last) == model.config.num_layers
+
+
+@pytest.mark.parametrize("at_once", [None, 7])
 def test_hidden_states_are_those_of_every_layer(model, at_once):
     found: dict[int, list[torch.Tensor]] = {}
     read(model.loaded, TEXT, lambda *_: None, at_once=at_once, tap=lambda i, h: found.setdefault(i, []).append(h))
