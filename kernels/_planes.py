@@ -92,11 +92,16 @@ def _fast_asm(kind, plane, scales):
 
 @triton.constexpr_function
 def _fast_registers(kind, scales):
-    """The registers of `_fast_asm`: what it writes (=r), then what it reads. It may not put an output (&) into the
-    register of an input, because it writes the first of two outputs before it has read all inputs."""
+    """The registers of `_fast_asm`: outputs (=r), then inputs, which are codes and their scales.
+
+    With two outputs the first is written before all inputs are read. The & tells the compiler to give it none of the
+    inputs' registers.
+    """
     if kind == "nvfp4" or kind == "int4":
-        return "=r" + ",r" * {0: 1, 1: 2, 4: 3}[scales]
-    return "=&r,=r" + ",r" * {0: 1, 1: 3, 4: 5}[scales]
+        inputs = {0: 1, 1: 2, 4: 3}[scales]
+        return "=r" + ",r" * inputs
+    inputs = {0: 1, 1: 3, 4: 5}[scales]
+    return "=&r,=r" + ",r" * inputs
 
 
 @triton.constexpr_function

@@ -11,7 +11,7 @@ each layer's keys and values are stored in each format and read back:
 Both are sums over all traces, tokens and heads, and the mean over layers counts each layer once. Keys are stored
 after RoPE, as in the cache. They are grouped in two ways: a scale for some channels of one token, or for one channel
 of as many tokens. Formats of symmetric numbers are measured with two rules for a group's scale: `largest`, which the
-cache has, by the largest magnitude, and `best`, by the least squared error (`quant/best_scale.py`).
+cache has, by the largest magnitude, and `best`, by the least squared error (`best_scale.py`).
 
 All tokens have one format, the prompt's too, and none waits in a buffer. So the output's error is larger than a
 policy's that keeps some tokens in more bits. The last tokens of a text, too few for a group, are left out.
@@ -31,12 +31,13 @@ from torch import Tensor
 
 from minithink.analysis import runs
 from minithink.analysis.attention import Trace
+from minithink.analysis.best_scale import best_scale
 from minithink.cli.commands import location, natural, positive
 from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
 from minithink.engine import load
+from minithink.errors import UsageError
 from minithink.loaded import Loaded
 from minithink.quant import Format, parse
-from minithink.quant.best_scale import best_scale
 from minithink.quant.format import Grouped
 from minithink.quant.symmetric import Symmetric
 from minithink.reread.attention import read
@@ -74,9 +75,14 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Read the traces, store and compare, write the result."""
     record.check(args.output)
     formats = [parse(text) for text in args.formats]
+    for fmt in formats:
+        if fmt.by == "token":
+            raise UsageError(f"{fmt}: keys are measured by token and by channel anyway; leave by=token out.")
     engine = load(args.model, device=args.device, backend="reference", dtype="float32", **model_options(args))
     assert engine.loaded.home is not None
-    ways = [way for fmt in formats for way in ways_of(fmt.fit(engine.config.head_dim))]
+    ways = list[Way]()
+    for fmt in formats:
+        ways += ways_of(fmt.fit(engine.config.head_dim))
     result = record.new("formats", argv, engine.device, program="minithink.analysis")
     result["checkpoint"] = engine.loaded.home.checkpoint
     result["settings"] = {
@@ -166,7 +172,7 @@ class Sums:
 
     def by_layer(self, way: Way, of: str, what: str) -> list[float]:
         """The relative errors of all layers; empty: this was not measured."""
-        pairs = self.sums[way, of, what]
+        pairs = self.sums.get((way, of, what), {})
         return [pairs[layer][0] / pairs[layer][1] for layer in sorted(pairs)]
 
 
@@ -186,7 +192,7 @@ def measure(loaded: Loaded, trace: Trace, ways: Sequence[Way], queries: int, sum
     start = len(trace.prompt)
     at = torch.linspace(start, len(ids) - 1, queries, device=loaded.device).long().unique()
     see = partial(_of_layer, ways=ways, at=at, prompt=start, sums=sums)
-    read(loaded, ids, attended=see)
+    read(loaded, ids, before_attention=see)
 
 
 def _of_layer(

@@ -215,16 +215,20 @@ def mean_bits(storage: Storage, types: Mapping[str, float]) -> float | None:
 
     Returns:
         None: no type occurs, or one that does is stored in the model's own number type.
+
+    Raises:
+        KeyError: a type that occurs is none of the storage's.
     """
+    pairs = dict(zip(storage.names, storage.thoughts, strict=True)) if storage.names else {}
     total = sum(types.values())
     bits = 0.0
-    for name, pair in zip(storage.names, storage.thoughts, strict=False):
-        share = types.get(name, 0)
-        if share and pair == "plain":
+    for name, share in types.items():
+        if not share:
+            continue
+        if pairs[name] == "plain":
             return None
-        if share:
-            k, v = parse_pair(pair)
-            bits += share * (k.bits + v.bits) / 2
+        k, v = parse_pair(pairs[name])
+        bits += share * (k.bits + v.bits) / 2
     return bits / total if total else None
 
 

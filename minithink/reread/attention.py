@@ -20,7 +20,7 @@ QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logit
 See = Callable[[int, Tensor, Tensor], None]
 Tap = Callable[[int, Tensor], None]
 BeforeRope = Callable[[int, Tensor], None]
-Attended = Callable[[int, Tensor, Tensor, Tensor], None]
+BeforeAttention = Callable[[int, Tensor, Tensor, Tensor], None]
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def read(
     at_once: int | None = None,
     tap: Tap | None = None,
     before_rope: BeforeRope | None = None,
-    attended: Attended | None = None,
+    before_attention: BeforeAttention | None = None,
 ) -> None:
     """Read a text.
 
@@ -41,18 +41,18 @@ def read(
         loaded: the model, `Engine.loaded`.
         ids: the tokens of the text.
         see: called with (layer, logits, seen). logits: q·kᵀ/√D of n queries and the S tokens that are read so far,
-            float32 [n, Hkv, g, S]; seen: which of these tokens a query sees, bool [n, 1, S]. None: no logits are
-            computed but those of attention itself.
+            float32 [n, Hkv, g, S]; seen: which of these tokens a query sees, bool [n, 1, S]. None: nothing is
+            shown.
         queries: int64 [N], the positions of the queries that are shown, ascending; None: all.
         at_once: tokens of a forward pass; None: all.
         tap: called with (layer, hidden states [tokens, d]) behind every layer; −1: behind the final norm. The next
             layer may overwrite them, so whoever keeps them makes a copy.
         before_rope: called with (layer, queries before RoPE [tokens, Hq, D]), after the norm or the bias of a model
             that has one.
-        attended: called with (layer, q, k, v) before attention. q: the rotated queries of the pass, [tokens, Hq, D];
-            k, v: [Hkv, S, D], the rotated keys and the values of the S tokens that are read so far.
+        before_attention: called with (layer, q, k, v). q: the rotated queries of the pass, [tokens, Hq, D]; k, v:
+            [Hkv, S, D], the rotated keys and the values of the S tokens that are read so far.
     """
-    text = _Text(loaded, len(ids), see, queries, tap, before_rope, attended)
+    text = _Text(loaded, len(ids), see, queries, tap, before_rope, before_attention)
     step = at_once or len(ids)
     for start in range(0, len(ids), step):
         part = list(ids[start : start + step])
@@ -87,7 +87,7 @@ class _Text:
         queries: Tensor | None,
         tap: Tap | None,
         before_rope: BeforeRope | None,
-        attended: Attended | None,
+        before_attention: BeforeAttention | None,
     ) -> None:
         """length: tokens of the text. The others as in `read`."""
         self.config = loaded.config
@@ -96,7 +96,7 @@ class _Text:
         self.see = see
         self.told = tap
         self.before_rope = before_rope
-        self.attended = attended
+        self.before_attention = before_attention
         self.position = torch.arange(length, device=loaded.device)
         self.queries = self.position if queries is None else queries
         shape = (self.config.num_layers, 2, self.config.num_kv_heads, length, self.config.head_dim)
@@ -122,8 +122,8 @@ class _Text:
         self.kv[layer, 0, :, own] = k.transpose(0, 1)
         self.kv[layer, 1, :, own] = v.transpose(0, 1)
         keys, values = self.kv[layer, :, :, : self.end]  # [Hkv, end, D]
-        if self.attended is not None:
-            self.attended(layer, q, keys, values)
+        if self.before_attention is not None:
+            self.before_attention(layer, q, keys, values)
         if self.see is not None and len(self.own):
             shown = q[self.own - self.start].unflatten(1, (c.num_kv_heads, -1))  # [n, Hkv, g, D]
             products = torch.einsum("nhgd,htd->nhgt", shown.float(), keys.float())

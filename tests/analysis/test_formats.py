@@ -128,3 +128,10 @@ def test_a_format_that_does_not_exist_is_refused(tmp_path, capsys) -> None:
     argv = ["formats", "--formats", "int3", "--output", str(tmp_path / "x.json")]
     assert __main__.main(argv) == 2
     assert "The format 'int3' is unknown" in capsys.readouterr().err
+
+
+def test_an_axis_is_refused_before_anything_is_read(tmp_path, capsys) -> None:
+    """Both are measured anyway."""
+    argv = ["formats", "--formats", "ternary:by=token", "--model", "/nowhere", "--output", str(tmp_path / "x.json")]
+    assert __main__.main(argv) == 2
+    assert "ternary:group=16,by=token: keys are measured by token and by channel anyway" in capsys.readouterr().err

@@ -61,26 +61,27 @@ def test_there_are_as_many_instructions_as_the_readme_says() -> None:
     assert len(work) == 15
 
 
-# What `_fast_plane` makes: NVFP4 and ternary codes without scales, with one a word or a channel; FP8; integers.
-BLOCKS = [
-    *((kind, scales) for kind in ("nvfp4", "ternary") for scales in (0, 1, 4)),
-    *((kind, 0) for kind in ("fp8", "int2", "int4", "int8")),
-]
+PLANES = {"nvfp4": 4, "ternary": 4, "fp8": 1, "int2": 4, "int4": 4, "int8": 1}
 
 
-@pytest.mark.parametrize(("kind", "scales"), BLOCKS)
+@pytest.mark.parametrize("scales", [0, 1, 4])  # none, one of a word, one of a channel
+@pytest.mark.parametrize("kind", PLANES)
 def test_an_output_that_is_written_early_has_a_register_of_its_own(kind: str, scales: int) -> None:
     """Else the compiler may put it into the register of an input that is still to be read."""
+    if scales and kind not in ("nvfp4", "ternary"):
+        return  # codes of the others get their scales outside
     constraints = text_of(_planes._fast_registers(kind, scales)).split(",")
     outputs = [i for i, own in enumerate(constraints) if own.startswith("=")]
     assert constraints[len(outputs) :] == ["r"] * (len(constraints) - len(outputs))
-    for plane in range(8 // int(kind[3:]) if kind.startswith("int") else 1 if kind == "fp8" else 4):
+    for plane in range(PLANES[kind]):
         lines = instructions(text_of(_planes._fast_asm(kind, plane, scales)))
-        named = {int(i) for line in lines for i in re.findall(r"\$(\d+)", line)}
-        assert named == set(range(len(constraints))), "every register is used"
+        assert registers(lines) == set(range(len(constraints))), "every register is used"
         for i in outputs:
             written = min(at for at, line in enumerate(lines) if line.split()[1] == f"${i},")
-            later = [
-                x for line in lines[written + 1 :] for x in re.findall(r"\$(\d+)", line) if int(x) not in outputs
-            ]
-            assert bool(later) == ("&" in constraints[i])
+            read_later = registers(lines[written + 1 :]) - set(outputs)
+            assert bool(read_later) == ("&" in constraints[i])
+
+
+def registers(lines: list[str]) -> set[int]:
+    """The numbers of those that instructions name."""
+    return {int(number) for number in re.findall(r"\$(\d+)", " ".join(lines))}

@@ -75,7 +75,7 @@ def test_the_example_gives_what_it_says(name: str) -> None:
 
 
 def test_the_example_is_on_the_first_screen() -> None:
-    """It ends there, so no one has to look for it."""
+    """The whole example is among the first lines of its file."""
     for name in PUBLIC:
         lines = (KERNELS / f"{name}.py").read_text(encoding="utf-8").splitlines()
         example = [i for i, line in enumerate(lines, start=1) if line.startswith(("    >>> ", "    ... "))]

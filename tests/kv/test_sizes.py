@@ -20,3 +20,8 @@ from minithink.policies import parse
 )
 def test_bits_follow_from_the_types(policy: str, types: dict[str, float], bits: float | None) -> None:
     assert mean_bits(parse(policy).storage, types) == (None if bits is None else pytest.approx(bits))
+
+
+def test_a_type_that_is_not_stored_is_no_type_of_0_bits() -> None:
+    with pytest.raises(KeyError, match="unknown"):
+        mean_bits(parse("tbq").storage, {"unknown": 1, "reasoning": 1})

@@ -7,6 +7,8 @@ import torch
 
 from minithink.engine import Engine, load
 from minithink.kv.full import FullCache
+from minithink.kv.plain import PlainCache
+from minithink.policies import parse
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.rope import rope
 from minithink.ref.sparsity import sparsity as of_row
@@ -77,19 +79,23 @@ def test_attention_is_shown_with_its_queries_keys_and_values(model, logits, at_o
     queries: dict[int, list[torch.Tensor]] = {}
     last: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def attended(layer, q, k, v):
+    def before_attention(layer, q, k, v):
         queries.setdefault(layer, []).append(q)
         last[layer] = k.clone(), v.clone()
 
-    read(model.loaded, TEXT, at_once=at_once, attended=attended)
+    read(model.loaded, TEXT, at_once=at_once, before_attention=before_attention)
+    plain = PlainCache(model.config, model.rope, parse("full"), rows=1, tokens=len(TEXT))
+    plain.join(0, capacity=len(TEXT), prompt=len(TEXT))
+    plain.begin_step([0], [len(TEXT)], list(TEXT))
+    with torch.inference_mode():
+        model.decoder(torch.tensor(TEXT), plain)
     for layer, (k, v) in last.items():
         q = torch.cat(queries[layer]).unflatten(1, (len(k), -1))  # [T, Hkv, g, D]
         assert k.shape == v.shape == (model.config.num_kv_heads, len(TEXT), model.config.head_dim)
         for i, want in enumerate(logits[layer]):
             found = q[i] @ k[:, : i + 1].mT / model.config.head_dim**0.5
             assert_close("logits", found, want, atol=1e-4, rtol=1e-4)
-        own = model.config.num_kv_heads * model.config.head_dim
-        assert v.transpose(0, 1).reshape(len(TEXT), own).unique(dim=0).shape[0] > 10, "each token has its value"
+        assert_close("values", v, plain.sequences[0].lanes.values(layer), atol=1e-4, rtol=1e-4)
     assert len(last) == model.config.num_layers
 
 

@@ -409,7 +409,7 @@ def said_of_missing(result: Result) -> list[str]:
         {key for key in result["asked"] if key is not None} - {m["budget"] for m in result["measurements"]}
     )
     if nowhere:
-        said.append(f"No policy has run at {', '.join(map(budget_text, nowhere))}.")
+        said.append(f"In these families no policy has run at {', '.join(map(budget_text, nowhere))}.")
     names = []
     for policy, budgets in result["lacking"].items():
         left = [budget for budget in budgets if budget not in nowhere]

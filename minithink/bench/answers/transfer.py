@@ -48,7 +48,7 @@ ANSWERS = "answers"
 EQUAL = 0.05  # two policies count as equally right if the whole interval of their difference is below this
 OF_LOSSES = ("loss", "losses", "kv_bytes_peak")  # what is read of a row
 SURE = 0.001  # smaller probabilities are not told apart
-ENOUGH = 0.75  # a family counts if it has at least this share of the runs of the family with the most
+ENOUGH = 0.75  # a family counts if it has at least this share of what the family with the most has
 OF_TEXTS = ""  # stands for the family where a value is the loss of texts
 Cell = tuple[str, Any]  # policy and budget
 Values = Mapping[str, Mapping[Cell, float]]  # family → what policies are ranked by, the larger the better
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--settings", action="store_true", help="print what the validation problems choose")
     add("--budget", type=budgets, default=[0.25], metavar="SHARE", help="of the picture (default: 0.25)")
     add("--limit", type=positive, metavar="N", help="show a quick look that `bench sweep --limit N` has made")
-    add("--families", nargs="+", default=families(), choices=families(), help="whose answers count (default: all)")
+    add("--families", nargs="+", choices=families(), help="whose answers count (default: all)")
     pool.add_results_argument(parser)
 
 
@@ -76,7 +76,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError(f"The picture shows one budget, and --budget gives {len(args.budget)}: give one.")
     if args.plot is not None:
         need_matplotlib()
-    source = Source(TRANSFERS[args.name], args.results, limit=args.limit, families=args.families)
+    if args.settings and args.families:
+        raise UsageError("--settings is of all families: leave --families out.")
+    source = Source(TRANSFERS[args.name], args.results, limit=args.limit, of=args.families)
     if args.settings:
         for name, text in chosen(source).items():
             print(f'    "{name}": "{text}",')
@@ -97,7 +99,7 @@ class Source:
         limit: problems of a quick look; None: as the documents show it.
         runs: of the pool; None: they are read.
         marked: look which runs are of other code than their policies have now.
-        families: whose answers put policies into an order.
+        of: families whose answers put policies into an order; None: all.
     """
 
     def __init__(
@@ -108,14 +110,14 @@ class Source:
         limit: int | None = None,
         runs: Sequence[Run] | None = None,
         marked: bool = False,
-        families: Sequence[str] = families(),
+        of: Sequence[str] | None = None,
     ) -> None:
         self.one = one
         self.where = where
         self.limit = limit
         self.runs = pool.read(where) if runs is None else runs
         self.marked = marked
-        self.families = families
+        self.of = sorted(of or families())
 
     def sweep_of(self, name: str, model: str) -> Sweep:
         """A comparison on one of the models."""
@@ -216,7 +218,7 @@ class Source:
             answers = dict[str, dict[Cell, float]]()
             for run in self.answers_of(model):
                 family, *cell = run.cell
-                if run.right and family in self.families:
+                if run.right and family in self.of:
                     answers.setdefault(family, {})[tuple(cell)] = fmean(run.shares)
             if answers:
                 found[model, ANSWERS] = answers
@@ -238,9 +240,10 @@ class Source:
         values = self.values()
         runs = list[Run]()
         for model in dict.fromkeys(model for model, _ in values):
-            kinds = {what == ANSWERS for of_model, what in values if of_model == model}
-            for is_answers in sorted(kinds, reverse=True):
-                runs += self.runs_of(self.one.answers if is_answers else self.one.losses, model)
+            if (model, ANSWERS) in values:
+                runs += self.runs_of(self.one.answers, model)
+            if any(own == model and what != ANSWERS for own, what in values):
+                runs += self.runs_of(self.one.losses, model)
         rows = list[Row]()
         for first, second in combinations(values, 2):
             models = first[0] == second[0]
@@ -252,7 +255,7 @@ class Source:
                 f"{self.where / pool.FILE} has no two orders of policies to compare: it needs the answers of two "
                 "models, or those of one and its losses; `bench sweep` makes them."
             )
-        return self._about(runs) | {"measurements": rows, "complete": True}
+        return self._about(runs) | {"measurements": rows, "complete": True, "families": self.of}
 
     def _about(self, runs: Sequence[Run]) -> dict[str, Any]:
         """The newest of some runs, as a result says where it comes from."""
@@ -344,7 +347,8 @@ def correlations(
         both = shared(x, y, ranked, budget)
         if not both.policies:
             continue
-        mine, theirs = both.of(x, budget), both.of(y, budget)
+        mine = both.of(x, budget)
+        theirs = both.of(y, budget)
         low, high = interval(mine, theirs) or (None, None)
         row = {"first": said_of(first), "second": said_of(second), "budget": budget, "policies": len(mine)}
         row["families"] = list(both.families)
@@ -427,7 +431,7 @@ def said_below_ranks(result: Result) -> list[str]:
     ]
     few = dict[tuple[str, ...], list[str]]()
     for row in result["measurements"]:
-        if row["families"] != sorted(families()):
+        if row["families"] != result["families"]:
             few.setdefault(tuple(row["families"]), []).append(
                 f"{row['first']} and {row['second']} at {budget_text(row['budget'])}"
             )
@@ -547,11 +551,11 @@ def said_of_ranks(result: Result) -> list[str]:
     lines = []
     for row in result["measurements"]:
         rho = "–" if row["rho"] is None else f"{row['rho']:+.2f}"
+        only = "" if row["families"] == result["families"] else f", only {', '.join(row['families'])}"
         if row["low"] is not None:
             rho += f" ({row['low']:+.2f} to {row['high']:+.2f})"
-        lines.append(
-            f"{row['first']} | {row['second']} | {budget_text(row['budget'])}: {rho}, {row['policies']} policies"
-        )
+        names = f"{row['first']} | {row['second']} | {budget_text(row['budget'])}"
+        lines.append(f"{names}: {rho}, {row['policies']} policies{only}")
     return lines
 
 
@@ -583,7 +587,8 @@ def draw(source: Source, budget: float, path: Path) -> None:
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for axis, (what, both) in zip(axes, panels.items(), strict=True):
             is_loss = what[1] != ANSWERS
-            mine, theirs = both.of(values[what], budget), both.of(truth, budget)
+            mine = both.of(values[what], budget)
+            theirs = both.of(truth, budget)
             x = [-value if is_loss else 100 * value for value in mine]
             y = [100 * value for value in theirs]
             axis.scatter(x, y, s=10, color=COLOR)
@@ -595,7 +600,7 @@ def draw(source: Source, budget: float, path: Path) -> None:
             axis.set_xlabel(f"{said_of(what)}, {'nats' if is_loss else '% right'}")
             rho = spearman(mine, theirs)
             title = [] if rho is None else [f"rank correlation {rho:+.2f}"]
-            if [*both.families] != sorted(families()):
+            if [*both.families] != source.of:
                 title.append(f"only {', '.join(both.families)}")
             axis.set_title("; ".join(title), fontsize=8)
             axis.grid(color="#dddddd")

@@ -200,11 +200,11 @@ STORAGE = (
     Item(
         of="§4.2, §D.3: ternary numbers, groups of 16 with an E4M3 scale",
         verdict="partial",
-        code=("quant.ternary:Ternary", "quant.best_scale:best_scale"),
+        code=("quant.ternary:Ternary", "analysis.best_scale:best_scale"),
         tests=(
             "quant/test_symmetric.py:test_points_and_ties",
             "quant/test_symmetric.py:test_errors_on_gaussians",
-            "quant/test_best_scale.py:test_no_other_scale_is_better",
+            "analysis/test_best_scale.py:test_no_other_scale_is_better",
         ),
         shown=(f"{EVIDENCE}#bits-by-type", f"{EVIDENCE}#the-scale-of-2-bits"),
         paper="It gives neither the threshold of 0 nor a rule for the scale that is its own.",

@@ -53,7 +53,7 @@ def errors_said(result: Result) -> Iterable[str]:
     yield ""
 
 
-def of(what: str, kind: str) -> Column:
+def error_column(what: str, kind: str) -> Column:
     """A column of errors. what: keys, values, …; kind: error or output."""
     heading = what if kind == "error" else f"output: {what}"
     return (heading, lambda row: row.get(what, {}).get(kind), "{:.2%}")
@@ -61,17 +61,17 @@ def of(what: str, kind: str) -> Column:
 
 ERRORS = Table(
     (
-        ("format", lambda row: row["format"].partition(":")[0], "`{}`"),
+        ("format", lambda row: row["format"].removesuffix(":group=16"), "`{}`"),
         ("scale of a group", "scale", "{}"),
         ("bits", "bits", "{:g}"),
-        of("keys", "error"),
-        of("keys by token", "error"),
-        of("values", "error"),
-        of("keys", "output"),
-        of("keys by token", "output"),
-        of("values", "output"),
-        of("both", "output"),
-        of("both, keys by token", "output"),
+        error_column("keys", "error"),
+        error_column("keys by token", "error"),
+        error_column("values", "error"),
+        error_column("keys", "output"),
+        error_column("keys by token", "output"),
+        error_column("values", "output"),
+        error_column("both", "output"),
+        error_column("both, keys by token", "output"),
     ),
     rows=errors,
     said=errors_said,
@@ -86,10 +86,11 @@ def bits(result: Result) -> Iterable[Row]:
     for row in result["measurements"]:
         counts = row["segments"]
         total = sum(counts.values())
-        shares = {kind: counts.get(kind, 0) / total for kind in BY_SPARSITY if total}
-        of_texts = [text["codes"] for text in row["texts"]]
-        about = {"name": f"`{row['policy']}`", "shares": shares, "with_scales": row["codes"] + row["scales"]}
-        yield {**row, **about, "least": min(of_texts), "most": max(of_texts)}
+        of_types = {kind: counts.get(kind, 0) / total for kind in BY_SPARSITY if total}
+        of_texts = [text["codes"] for text in row["texts"] if text["codes"] is not None]
+        with_scales = None if row["codes"] is None else row["codes"] + row["scales"]
+        about = {"name": f"`{row['policy']}`", "shares": of_types, "with_scales": with_scales}
+        yield {**row, **about, "least": min(of_texts, default=None), "most": max(of_texts, default=None)}
     for where, said in PAPER:
         yield {"name": f"the paper, {where}", "paper": said}
 

@@ -254,6 +254,7 @@ def test_orders_are_compared_in_the_families_in_which_most_policies_have_run(whe
     assert transfer.shared(embedded, source.values()["backbone", transfer.ANSWERS], texts, 0.25) == transfer.Shared(
         ("facts",), tuple(texts)
     ), "three of five are not"
+    assert ", 5 policies, only facts" in "\n".join(transfer.said_of_ranks(source.ranks()))
     said = "\n".join(transfer.said_below_ranks(source.ranks()))
     assert (
         "Only of facts, because few policies have run elsewhere: embedded, answers and backbone, answers at" in said
@@ -267,8 +268,10 @@ def test_families_can_be_left_out(where: Path, capsys: pytest.CaptureFixture[str
     words = ["transfer", "--results", str(where), "--families", "facts", "ledger"]
     assert main(words) == 0
     assert "embedded, answers | backbone, answers | 25 %: " in capsys.readouterr().out
-    source = transfer.Source(ONE, where, families=["facts", "ledger"])
-    assert {tuple(row["families"]) for row in source.ranks()["measurements"]} == {("facts", "ledger")}
+    source = transfer.Source(ONE, where, of=["facts", "ledger"])
+    ranks = source.ranks()
+    assert {tuple(row["families"]) for row in ranks["measurements"]} == {("facts", "ledger")}
+    assert "Only of" not in "\n".join(transfer.said_below_ranks(ranks)), "they were asked for"
 
 
 def test_the_picture_says_which_families_it_shows(where: Path, tmp_path: Path) -> None:
@@ -343,6 +346,8 @@ def test_a_point_a_policy(where: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no policies of backbone at 75 % to compare" in capsys.readouterr().err
     assert main([*words, "--budget", "0.25,0.5"]) == 2
     assert "--budget gives 2: give one" in capsys.readouterr().err
+    assert main(["transfer", "--settings", "--families", "facts"]) == 2
+    assert "--settings is of all families: leave --families out" in capsys.readouterr().err
     assert main([*words, "--settings"]) == 2
     assert "not allowed with argument" in capsys.readouterr().err
 

@@ -22,15 +22,17 @@ LARGEST = 0x7E  # the code of 448; codes of positive numbers ascend as the numbe
 def best_scale(fmt: Symmetric, x: Tensor, tensor_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Encode groups, each with the E4M3 scale that gives it the least squared error Σ(x̂ − x)².
 
-    All scales from usual / √m to 2 · usual are tried, where `usual` is the scale that `encode` stores. No ternary
-    group has its best scale outside: if its k largest magnitudes become one, the best scale is their mean, and the
-    error is Σx² − k · mean². With k = 1 that is Σx² − amax². So where another k is better, its mean is at least
-    amax/√k, and k ≤ m. Of equal errors the usual scale is taken, then the smallest.
+    All scales from usual / √m to 2 · usual are tried, where `usual` is the scale that `encode` stores. Of formats
+    other than ternary a test tries all scales.
+
+    No ternary group has its best scale outside: if its k largest magnitudes become one, the best scale is their mean,
+    and the error is Σx² − k · mean². With k = 1 that is Σx² − amax². So where another k is better, its mean is at
+    least amax/√k, and k ≤ m. Of equal errors the usual scale is taken, then the smallest.
 
     Args:
         fmt: the format.
         x: finite, float32 [..., n, m], n groups of m elements.
-        tensor_scale: float32 [..., 1, 1].
+        tensor_scale: float32 [], or [..., 1, 1].
 
     Returns:
         codes: uint8 [..., n, m].

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.analysis.best_scale import best_scale
 from minithink.quant import e4m3, parse
-from minithink.quant.best_scale import best_scale
 from minithink.quant.format import divide
 from minithink.quant.symmetric import Symmetric
 from tests.quant.draw import SYMMETRIC
