@@ -28,8 +28,8 @@ from torch import Tensor
 
 from minithink.analysis import runs
 from minithink.analysis.premises import KINDS, separability, sparsity_by_kind
-from minithink.cli.commands import location, natural, positive
-from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
+from minithink.cli.commands import positive
+from minithink.cli.models import model_name, model_options, model_settings
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.ref.decode_attention import group_reduce
@@ -51,19 +51,8 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `analysis attention`."""
-    add_model_arguments(parser, tags=False)  # they read texts with <think>
-    add = parser.add_argument
-    add(
-        "--limit",
-        type=positive,
-        default=12,
-        metavar="N",
-        help="reference traces, of all families in turn (default: 12)",
-    )
-    add("--seed", type=natural, default=0, help="of the draw of the traces, as in evaluate loss (default: 0)")
-    add("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
+    runs.add_trace_arguments(parser, limit=12)
+    parser.add_argument("--tau", type=positive, default=32, metavar="N", help="τ, tokens of a segment (default: 32)")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

@@ -32,8 +32,8 @@ from torch import Tensor
 from minithink.analysis import runs
 from minithink.analysis.attention import Trace
 from minithink.analysis.best_scale import best_scale
-from minithink.cli.commands import location, natural, positive
-from minithink.cli.models import add_model_arguments, model_name, model_options, model_settings
+from minithink.cli.commands import positive
+from minithink.cli.models import model_name, model_options, model_settings
 from minithink.engine import load
 from minithink.errors import UsageError
 from minithink.loaded import Loaded
@@ -55,20 +55,10 @@ BOTH_BY_TOKEN = "both, keys by token"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `analysis formats`."""
-    add_model_arguments(parser, tags=False)  # they read texts with <think>
+    runs.add_trace_arguments(parser, limit=6)
     add = parser.add_argument
     add("--formats", nargs="+", default=FORMATS, metavar="FORMAT", help=f"default: {' '.join(FORMATS)}")
-    add(
-        "--limit",
-        type=positive,
-        default=6,
-        metavar="N",
-        help="reference traces, of all families in turn (default: 6)",
-    )
-    add("--seed", type=natural, default=0, help="of the draw of the traces, as in evaluate loss (default: 0)")
     add("--queries", type=positive, default=128, metavar="N", help="queries of a trace, in each layer (default: 128)")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
-    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> int:

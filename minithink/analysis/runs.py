@@ -37,7 +37,7 @@ SETTINGS = (  # options that decide a result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of all commands."""
+    """The options of commands that generate texts."""
     add_model_arguments(parser, tags=False)  # they read texts with <think>
     add = parser.add_argument
     add("--family", default="facts", help=f"validation problems of {', '.join(families())} (default: facts)")
@@ -47,6 +47,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", type=positive, default=4096, metavar="N", help="most tokens of a text (default: 4096)")
     add("--temperature", type=finite, default=0.6, help="0 is greedy (default: 0.6)")
     add("--seed", type=natural, default=0, help="seed of the draws (default: 0)")
+    add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
+
+
+def add_trace_arguments(parser: argparse.ArgumentParser, limit: int) -> None:
+    """The options of commands that read reference traces, and generate nothing. limit: traces, by default."""
+    add_model_arguments(parser, tags=False)  # they read texts with <think>
+    add = parser.add_argument
+    add(
+        "--limit",
+        type=positive,
+        default=limit,
+        metavar="N",
+        help=f"reference traces, of all families in turn (default: {limit})",
+    )
+    add("--seed", type=natural, default=0, help="of the draw of the traces, as in evaluate loss (default: 0)")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, mps")
     add("--output", type=location, required=True, metavar="FILE", help="where the result goes, as JSON")
 
 

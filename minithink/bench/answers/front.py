@@ -132,7 +132,6 @@ def result_of(source: Source, model: str) -> Result:
         "weights": wanted[0]["checkpoint"],
         "families": families,
         "too_few": sorted({key["dataset"] for key in wanted} - set(families)),
-        "asked": {key["budget"] for key in wanted},
         "lacking": lacking(wanted, by_cell),
         "beside": source.one.beside[0],
         "steps": steps,
@@ -405,9 +404,8 @@ def said_of_missing(result: Result) -> list[str]:
     if result["too_few"]:
         families = ", ".join(code(family) for family in result["too_few"])
         said.append(f"Too few policies have run on {families}, which is not shown.")
-    nowhere = sorted(
-        {key for key in result["asked"] if key is not None} - {m["budget"] for m in result["measurements"]}
-    )
+    without_some = {budget for budgets in result["lacking"].values() for budget in budgets if budget is not None}
+    nowhere = sorted(without_some - {m["budget"] for m in result["measurements"]})
     if nowhere:
         said.append(f"In these families no policy has run at {', '.join(map(budget_text, nowhere))}.")
     names = []
