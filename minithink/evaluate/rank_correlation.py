@@ -43,11 +43,51 @@ def interval(
     Returns:
         The two ends; None for fewer than FEWEST policies, or where all values of one side are equal.
     """
-    n = len(x)
-    if n < FEWEST or spearman(x, y) is None:
+    if len(x) < FEWEST or spearman(x, y) is None:
         return None
-    drawn = np.random.default_rng(seed).integers(n, size=(resamples, n))
-    found = _correlations(np.asarray(x, np.float64)[drawn], np.asarray(y, np.float64)[drawn])
+    drawn = _draws(len(x), seed, resamples)
+    return _ends(_correlations(_resampled(x, drawn), _resampled(y, drawn)), confidence)
+
+
+def difference_interval(
+    x: Sequence[float],
+    other: Sequence[float],
+    y: Sequence[float],
+    seed: int = 0,
+    resamples: int = RESAMPLES,
+    confidence: float = CONFIDENCE,
+) -> tuple[float, float] | None:
+    """The percentile bootstrap interval of ρ(x, y) − ρ(other, y): which of two orders is more like a third? Both
+    correlations are of the same policies in every resample, because they share what they have in common.
+
+    Args:
+        x, other, y: a value for each policy, in the same order.
+        seed, resamples, confidence: as of `interval`.
+
+    Returns:
+        As of `interval`.
+    """
+    if len(x) < FEWEST or spearman(x, y) is None or spearman(other, y) is None:
+        return None
+    drawn = _draws(len(x), seed, resamples)
+    third = _resampled(y, drawn)
+    return _ends(
+        _correlations(_resampled(x, drawn), third) - _correlations(_resampled(other, drawn), third), confidence
+    )
+
+
+def _draws(n: int, seed: int, resamples: int) -> NDArray[np.int64]:
+    """Which policies each resample has: [resamples, n]."""
+    return np.random.default_rng(seed).integers(n, size=(resamples, n))
+
+
+def _resampled(values: Sequence[float], drawn: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The values of each resample's policies: [resamples, n]."""
+    return np.asarray(values, np.float64)[drawn]
+
+
+def _ends(found: NDArray[np.float64], confidence: float) -> tuple[float, float]:
+    """Between which two values that share of the resamples lies; NaN do not count."""
     tail = (1 - confidence) / 2
     low, high = np.nanquantile(found, [tail, 1 - tail])
     return float(low), float(high)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minithink.evaluate.rank_correlation import FEWEST, interval, spearman
+from minithink.evaluate.rank_correlation import FEWEST, difference_interval, interval, spearman
 
 VALUES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12)
 
@@ -59,3 +59,19 @@ def test_no_interval() -> None:
     assert interval([1] * 9, range(9)) is None
     assert interval([*range(FEWEST)], [*range(FEWEST)]) == (1, 1)
     assert interval([0, 0, 0, 0, 1], [0, 0, 0, 0, 1]) == pytest.approx((1, 1)), "draws without an order are left out"
+
+
+def test_the_interval_of_a_difference_is_of_the_same_draws() -> None:
+    draw = np.random.default_rng(2)
+    y = draw.normal(size=20)
+    x, other = (y + wide * draw.normal(size=20) for wide in (0.1, 9))
+    drawn = np.random.default_rng(0).integers(20, size=(200, 20))
+    each = [spearman(x[one], y[one]) - spearman(other[one], y[one]) for one in drawn]
+    found = difference_interval(x, other, y, resamples=200)
+    assert found == pytest.approx(tuple(np.quantile(each, [0.025, 0.975])))
+    assert found[0] > 0, "an order with less noise is more like it"
+    assert difference_interval(x, x, y) == (0, 0)
+    few = range(FEWEST - 1)
+    assert difference_interval(few, few, few) is None
+    assert difference_interval([1] * 9, range(9), range(9)) is None
+    assert difference_interval(range(9), [1] * 9, range(9)) is None

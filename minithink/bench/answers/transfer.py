@@ -36,7 +36,7 @@ from minithink.cli.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
-from minithink.evaluate.rank_correlation import interval, spearman
+from minithink.evaluate.rank_correlation import difference_interval, interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.results.figures import drawing, need_matplotlib
 from minithink.results.pooled import need
@@ -236,7 +236,8 @@ class Source:
         return found
 
     def ranks(self) -> Result:
-        """Rank correlations: of the answers of every two models, and of a model's losses with its answers."""
+        """Rank correlations: of the answers of every two models, and of a model's losses with its answers; and which
+        of two models' answers are more like the last one's."""
         values = self.values()
         runs = list[Run]()
         for model in dict.fromkeys(model for model, _ in values):
@@ -246,10 +247,13 @@ class Source:
                 runs += self.runs_of(self.one.losses, model)
         rows = list[Row]()
         for first, second in combinations(values, 2):
-            models = first[0] == second[0]
-            answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
-            if answers == 2 or (answers == 1 and models):
+            of_answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
+            if of_answers == 2 or (of_answers == 1 and first[0] == second[0]):
                 rows += correlations(first, values[first], second, values[second], [*self.one.ranked.values()])
+        answers = [what for what in values if what[1] == ANSWERS]
+        for less, more in combinations(answers[:-1], 2):
+            orders = {what: values[what] for what in (more, less, answers[-1])}
+            rows += differences(orders, [*self.one.ranked.values()])
         if not rows:
             raise MinithinkError(
                 f"{self.where / pool.FILE} has no two orders of policies to compare: it needs the answers of two "
@@ -309,10 +313,10 @@ def add_tests(rows: Sequence[dict[str, Any]], right: Mapping[Cell, Sequence[floa
 
 @dataclass(frozen=True)
 class Shared:
-    """Where two orders of policies can be compared at a budget."""
+    """Where some orders of policies can be compared at a budget."""
 
-    families: tuple[str, ...]  # in which both have run, but for those in which far fewer policies have
-    policies: tuple[str, ...]  # that both have run in all of these
+    families: tuple[str, ...]  # in which all have run, but for those in which far fewer policies have
+    policies: tuple[str, ...]  # that all have run in all of these
 
     def of(self, values: Values, budget: float) -> list[float]:
         """The value of each policy, the mean over the families."""
@@ -326,13 +330,14 @@ def in_family(values: Values, family: str) -> Mapping[Cell, float]:
     return values[OF_TEXTS] if OF_TEXTS in values else values.get(family, {})
 
 
-def shared(first: Values, second: Values, ranked: Sequence[str], budget: float) -> Shared:
-    """Which families and policies two orders have in common at a budget. A family with few of them does not
+def shared(orders: Sequence[Values], ranked: Sequence[str], budget: float) -> Shared:
+    """Which families and policies some orders have in common at a budget. A family with few of them does not
     count (`ENOUGH`): a comparison may be unfinished."""
     found = dict[str, list[str]]()
-    for family in sorted((first.keys() | second.keys()) - {OF_TEXTS}):
-        both = in_family(first, family).keys() & in_family(second, family).keys()
-        found[family] = [policy for policy in ranked if (policy, budget) in both]
+    for family in sorted({family for order in orders for family in order} - {OF_TEXTS}):
+        found[family] = [
+            policy for policy in ranked if all((policy, budget) in in_family(order, family) for order in orders)
+        ]
     most = max(map(len, found.values()), default=0)
     counts = tuple(family for family, own in found.items() if own and len(own) >= ENOUGH * most)
     return Shared(counts, tuple(p for p in ranked if counts and all(p in found[family] for family in counts)))
@@ -344,7 +349,7 @@ def correlations(
     """A row for each budget that both have."""
     rows = list[Row]()
     for budget in sorted({budget for own in x.values() for _, budget in own if budget is not None}):
-        both = shared(x, y, ranked, budget)
+        both = shared([x, y], ranked, budget)
         if not both.policies:
             continue
         mine = both.of(x, budget)
@@ -353,6 +358,25 @@ def correlations(
         row = {"first": said_of(first), "second": said_of(second), "budget": budget, "policies": len(mine)}
         row["families"] = list(both.families)
         rows.append(row | {"rho": spearman(mine, theirs), "low": low, "high": high})
+    return rows
+
+
+def differences(orders: Mapping[tuple[str, str], Values], ranked: Sequence[str]) -> list[Row]:
+    """How much better the first order agrees with the third than the second does: a row for each budget that all
+    three have."""
+    more, less, last = orders
+    rows = list[Row]()
+    for budget in sorted({budget for own in orders[last].values() for _, budget in own if budget is not None}):
+        all_three = shared([*orders.values()], ranked, budget)
+        if not all_three.policies:
+            continue
+        x, other, y = (all_three.of(order, budget) for order in orders.values())
+        ends = difference_interval(x, other, y)
+        if ends is None:
+            continue
+        row = {"first": f"{more[0]} less {said_of(less)}", "second": said_of(last), "budget": budget}
+        row |= {"policies": len(y), "families": list(all_three.families)}
+        rows.append(row | {"rho": (spearman(x, y) or 0) - (spearman(other, y) or 0), "low": ends[0], "high": ends[1]})
     return rows
 
 
@@ -426,7 +450,8 @@ def said_below_ranks(result: Result) -> list[str]:
     """What the columns mean."""
     text = [
         "Spearman's rank correlation over policies, one setting of each, with the 95 % interval (bootstrap over "
-        "policies), and their number. Less loss counts as better.",
+        "policies), and their number. Less loss counts as better. “Less” is the difference of two correlations with "
+        "the same third order, over the policies that all three have.",
         *said_of_commits(result),
     ]
     few = dict[tuple[str, ...], list[str]]()
@@ -575,7 +600,7 @@ def draw(source: Source, budget: float, path: Path) -> None:
     named = {text: name for name, text in source.one.ranked.items()}
     panels = dict[tuple[str, str], Shared]()
     for what, own in values.items():
-        both = shared(own, truth, [*named], budget)
+        both = shared([own, truth], [*named], budget)
         if both.policies and (what[1] == ANSWERS or what[0] == model):
             panels[what] = both
     if not panels:

@@ -18,7 +18,7 @@ from minithink.bench.methods import transfer as lists
 from minithink.bench.tables import pages
 from minithink.errors import MinithinkError
 from minithink.evaluate.paired import difference, holm, mcnemar
-from minithink.evaluate.rank_correlation import interval, spearman
+from minithink.evaluate.rank_correlation import difference_interval, interval, spearman
 from minithink.tasks import families
 
 NAMES = ("random_attention", "window", "h2o", "tova", "rkv")
@@ -222,6 +222,28 @@ def test_orders_are_compared(where: Path) -> None:
     assert not any("loss" in first and "loss" in second for first, second, _ in rows)
 
 
+def test_which_of_two_orders_is_more_like_the_last() -> None:
+    """Over the policies that all three have."""
+
+    def order(values: list[float]) -> transfer.Values:
+        return {"facts": {(name, 0.25): value for name, value in zip("abcdef", values, strict=False)}}
+
+    values = {
+        ("control", transfer.ANSWERS): order([0.1, 0.2, 0.4, 0.3, 0.5]),
+        ("embedded", transfer.ANSWERS): order([0.5, 0.3, 0.1, 0.2, 0.4, 0.6]),
+        ("backbone", transfer.ANSWERS): order([0.1, 0.2, 0.3, 0.4, 0.5, 0.0]),
+    }
+    [row] = transfer.differences(values, "abcdef")
+    control, embedded, backbone = ([own["facts"][name, 0.25] for name in "abcde"] for own in values.values())
+    assert (row["first"], row["second"]) == ("control less embedded, answers", "backbone, answers")
+    assert row["policies"] == 5
+    assert row["rho"] == pytest.approx(spearman(control, backbone) - spearman(embedded, backbone))
+    assert (row["low"], row["high"]) == difference_interval(control, embedded, backbone)
+    few = {what: order([0.1, 0.2, 0.3]) for what in values}
+    assert transfer.differences(few, "abcdef") == [], "too few for an interval"
+    assert transfer.differences(values, "xyz") == []
+
+
 def test_a_model_without_runs_is_left_out(where: Path, tmp_path: Path) -> None:
     runs = [run for run in pool.read(where) if run.key["checkpoint"] != "of another"]
     found = transfer.Source(ONE, where, runs=runs).ranks()
@@ -245,15 +267,15 @@ def test_orders_are_compared_in_the_families_in_which_most_policies_have_run(whe
     values = source.values()
     embedded, backbone = values["embedded", transfer.ANSWERS], values["backbone", transfer.ANSWERS]
     texts = [*TEXTS.values()]
-    both = transfer.shared(embedded, backbone, texts, 0.25)
+    both = transfer.shared([embedded, backbone], texts, 0.25)
     assert both.families == ("facts", "search"), "four of five policies are enough"
     assert both.policies == tuple(text for text in texts if text != TEXTS["h2o"]), "those in both families"
     assert both.of(embedded, 0.25)[-1] == RIGHT["embedded"]["rkv"] / PROBLEMS / 2
     few = [run for run in runs if run.cell[:2] != ("search", TEXTS["tova"]) or run.key["checkpoint"] == ""]
     source = transfer.Source(ONE, where, runs=few)
-    assert transfer.shared(embedded, source.values()["backbone", transfer.ANSWERS], texts, 0.25) == transfer.Shared(
-        ("facts",), tuple(texts)
-    ), "three of five are not"
+    backbone = source.values()["backbone", transfer.ANSWERS]
+    one = transfer.Shared(("facts",), tuple(texts))
+    assert transfer.shared([embedded, backbone], texts, 0.25) == one, "three of five are not"
     assert ", 5 policies, only facts" in "\n".join(transfer.said_of_ranks(source.ranks()))
     said = "\n".join(transfer.said_below_ranks(source.ranks()))
     assert (
@@ -261,7 +283,7 @@ def test_orders_are_compared_in_the_families_in_which_most_policies_have_run(whe
     )
     whole = transfer.Source(ONE, where).ranks()
     assert "Only of" not in "\n".join(transfer.said_below_ranks(whole))
-    assert transfer.shared({}, backbone, texts, 0.25) == transfer.Shared((), ())
+    assert transfer.shared([{}, backbone], texts, 0.25) == transfer.Shared((), ())
 
 
 def test_families_can_be_left_out(where: Path, capsys: pytest.CaptureFixture[str]) -> None:
