@@ -18,6 +18,7 @@ COMMANDS = {
     "caches": "speed.caches",
     "versus": "speed.versus",
     "hf": "speed.inside",
+    "model-steps": "speed.model_steps",
     "attention": "speed.attention",
     "append": "speed.append",
     "counters": "speed.counters",

@@ -89,6 +89,7 @@ def result_of(source: Source, model: str) -> Result:
         untested       why there is no test
         tokens_mean, kv_bytes_peak, needed_kept     means over families; None where a run does not know
         loss           of real text, above the full cache's, nats a token
+        own_step       milliseconds of a step of this model
         step           milliseconds of a step, of another model's shape
 
     MinithinkError: the pool has no run of this model.
@@ -112,6 +113,7 @@ def result_of(source: Source, model: str) -> Result:
             own_of_cell[m["family"]] = {**m, "needed_kept": needed, "tests": {}}
     lost = above_full(source, model)
     steps = steps_of(source.one, source.where)
+    own_steps = own_steps_of(source.one, model, wanted[0]["checkpoint"], source.where)
     rows = list[dict[str, Any]]()
     for (policy, budget), own in by_cell.items():
         row = together(policy, budget, [*own.values()]) | {"tests": {}, "front": False, "below": None}
@@ -120,6 +122,7 @@ def result_of(source: Source, model: str) -> Result:
         for column in ("tokens_mean", "kv_bytes_peak", "needed_kept"):
             row[column] = mean_of(own.values(), column)
         row["loss"] = lost.get((policy, budget))
+        row["own_step"] = own_steps["milliseconds"].get((policy, budget))
         row["step"] = steps["milliseconds"].get(without_protection(policy))
         rows.append(row)
     shown = [run for run in runs if run.cell[0] in families]
@@ -135,6 +138,7 @@ def result_of(source: Source, model: str) -> Result:
         "lacking": lacking(wanted, by_cell),
         "beside": source.one.beside[0],
         "steps": steps,
+        "own_steps": own_steps,
     }
 
 
@@ -188,6 +192,22 @@ def steps_of(one: Transfer, where: Path) -> dict[str, Any]:
             continue
         found["milliseconds"][without_budget(text)] = m["step_milliseconds"]
         found["budget"] = own["budget"]
+    found["said"] = f"{said_of_source(result)} ({path.name})"
+    return found
+
+
+def own_steps_of(one: Transfer, model: str, weights: str, where: Path) -> dict[str, Any]:
+    """The step times of `bench model-steps` on the model with these weights: milliseconds by policy and budget, the
+    settings, and `said`, the file's source in words. Without a file of this model there are none."""
+    found: dict[str, Any] = {"milliseconds": {}, "settings": {}, "said": ""}
+    path = where / f"{one.model_steps.get(model)}.json"
+    if model not in one.model_steps or not path.is_file():
+        return found
+    result = record.read(path)
+    if result["settings"]["weights"] != weights:
+        return found
+    found["milliseconds"] = {(m["policy"], m["budget"]): m["step_milliseconds"] for m in result["measurements"]}
+    found["settings"] = result["settings"]
     found["said"] = f"{said_of_source(result)} ({path.name})"
     return found
 
@@ -388,6 +408,14 @@ def said_below(result: Result) -> list[str]:
         "Held: tokens of a lane at an average step. Bytes: by the ledger, with the policy's state and its "
         "observations, the mean of peaks. Loss: of real text, nats a token above the full cache's.",
     ]
+    own = result["own_steps"]
+    if own["said"]:
+        size = own["settings"]
+        parts.append(
+            f"Step: {size['batch']} sequences of this model, random prompts of {size['prompt_tokens']:,} tokens, the "
+            f"row's share of {size['tokens']:,} tokens, the mean of {size['steps']:,} steps after half of them: "
+            f"{own['said']}"
+        )
     if steps["said"]:
         parts.append(
             f"8B step: {SEQUENCES} sequences of a random model of the shape {SHAPE} that hold {steps['budget']:,} "
@@ -503,6 +531,7 @@ def tables() -> dict[str, Table]:
                 ("in a loop", mean("looped"), "{:.1%}"),
                 ("needs kept?", mean("needed_kept"), "{:.1%}"),
                 ("loss", "loss", "{:+.4f}"),
+                ("step?", "own_step", "{:.2f} ms"),
                 ("8B step", "step", "{:.1f} ms"),
             ),
             said=said_below,

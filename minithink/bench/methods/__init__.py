@@ -115,6 +115,8 @@ class Transfer:
     # Title of a model → hash of its weights, "" for the embedded one. The others are compared with the last one.
     models: Mapping[str, str]
     steps: str = "baselines"  # name of the Cases whose step times stand beside the answers; "": none
+    # Title of a model → name of a file of results of `bench model-steps`, with step times of this model itself.
+    model_steps: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

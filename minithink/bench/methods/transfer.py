@@ -177,6 +177,7 @@ EVERY_POLICY = Transfer(
     ranked={name: CHOSEN[name] for name in EVICTING},
     beside=(CHOSEN["random_attention"], CHOSEN["window"]),
     models={"embedded": "", "control": CONTROL, "backbone": BACKBONE},
+    model_steps={"backbone": "backbone-steps"},
 )
 TRANSFERS = {
     "transfer": EVERY_POLICY,
