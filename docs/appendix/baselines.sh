@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Differences that docs/baselines.md and docs/appendix/baselines.md quote and no table shows. Nothing is generated: the
+# Differences that docs/appendix/baselines.md quotes and no table shows. Nothing is generated: the
 # answers are in docs/results/pool.jsonl.gz. Run it in the checkout: bash docs/appendix/baselines.sh
 set -euo pipefail
 differences() { python -m minithink.bench differences "$@"; }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from minithink.bench.fidelity.item import Item, Paper
 
-PAGE = "baselines.md"
-ALL = f"{PAGE}#all-budgets"
-EVIDENCE = f"appendix/{PAGE}"
+EVIDENCE = "appendix/baselines.md"
+ALL = f"{EVIDENCE}#all-budgets"
 
 OF_PAPERS = (
     Item(

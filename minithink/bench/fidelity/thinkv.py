@@ -525,7 +525,7 @@ ACCURACY = (
         of="Figure 8, §6.2: above H2O, RaaS, R-KV and LazyEviction, at budgets of 64 to 4,096 tokens",
         verdict="partial",
         code=("bench.methods.thinkv:SWEEPS",),
-        shown=(f"{EVIDENCE}#equal-budgets", f"{EVIDENCE}#equal-bytes", "baselines.md#all-budgets"),
+        shown=(f"{EVIDENCE}#equal-budgets", f"{EVIDENCE}#equal-bytes", "appendix/baselines.md#all-budgets"),
         runs=("thinkv-figure8",),
         paper="Competitive with less than 3.67 % of the memory, where others need more than 12 %.",
         here="At equal budgets 13.7 to 56.2 points below R-KV. At equal bytes 18.3 to 37.0 points above it; the "
@@ -653,7 +653,7 @@ ACCURACY = (
             "policies.pm_kvq:PMKVQ",
         ),
         tests=("policies/test_laws.py:test_every_policy_is_tried",),
-        shown=("baselines.md",),
+        shown=("appendix/baselines.md",),
         here="[The baselines](#baselines) have rows of their own.",
     ),
 )

@@ -226,13 +226,13 @@ def test_the_documents_pass_their_check_whatever_a_policy_is(tmp_path: Path, mon
     """A page of the project and an appendix, with code and defaults that no run has had."""
     (tmp_path / "docs" / "appendix").mkdir(parents=True)
     (tmp_path / "docs" / "results").symlink_to(origin.ROOT / origin.RESULTS)
-    for name in ("baselines.md", "appendix/robustness.md"):
+    for name in ("transfer.md", "appendix/baselines.md"):
         shutil.copy(origin.ROOT / "docs" / name, tmp_path / "docs" / name)
     monkeypatch.setattr(pool, "settings_of", lambda policy: {"no_such_setting": 1})
     monkeypatch.setattr(pooled, "source_of", lambda *_: {"policy": "another"})
     assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
     assert main(["tables", "--root", str(tmp_path)]) == 0
-    assert "† |" in (tmp_path / "docs" / "baselines.md").read_text()
+    assert "† |" in (tmp_path / "docs" / "appendix" / "baselines.md").read_text()
     assert main(["tables", "--check", "--root", str(tmp_path)]) == 0
 
 
