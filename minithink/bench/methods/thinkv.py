@@ -30,7 +30,14 @@ from minithink.bench.methods import (
     Table,
 )
 from minithink.bench.methods.settings import CHOSEN, RKV
-from minithink.bench.methods.thinkv_controls import Counted, MeanRows, NoCase1, RandomSurvivors, RandomTypes
+from minithink.bench.methods.thinkv_controls import (
+    BestScale,
+    Counted,
+    MeanRows,
+    NoCase1,
+    RandomSurvivors,
+    RandomTypes,
+)
 from minithink.engine import TINY
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import Tbe, ThinKV
@@ -161,6 +168,7 @@ SWEEPS = {
             f"{RandomSurvivors.name}:{FOUR}",
             f"{NoCase1.name}:{FOUR}",
             # TBQ: other scales of 2 bits, and of keys
+            BestScale.name,
             "thinkv:two=int2s",
             "thinkv:two=tq2",
             "thinkv:key_axis=channel",
