@@ -9,7 +9,7 @@ A format reaches a kernel as compile-time constants, which `constexprs` makes of
     BITS    of one code: 1, 2, 3, 4, 8, 16, 32
     GROUP   elements that share parameters; 0: a whole row does (TurboQuant), or there are none
     PARAMS  "fp16" or "fp32": of "int" and TurboQuant, what scales and minima are; of "plain" also "bf16", what the
-            numbers are
+            numbers are; of "ternary" "best", if scales are those of least squared error
 
 No device function here loads or stores. Codes are int32 tensors, numbers are float32. If the kernel is compiled with
 `enable_fp_fusion=False`, the results are the twin's bit for bit; otherwise code·scale + minimum is rounded once, not
@@ -44,6 +44,8 @@ _WIDEST_FP16 = tl.constexpr(65504.0)  # of asymmetric integers with FP16 paramet
 _WIDEST_FP32 = tl.constexpr(2.0**126)  # with FP32 parameters: max − min is still finite
 _ROUND = tl.constexpr(1.5 * 2**23)  # a float32 of this magnitude has no bits below the point
 _ROUND_BITS = tl.constexpr(0x4B400000)
+TRIED = 30  # E4M3 numbers that are tried below the usual scale, see `minithink/quant/ternary_best.py`
+_TRIED = tl.constexpr(TRIED)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
@@ -73,6 +75,9 @@ def constexprs(fmt: Format, prefix: str = "") -> dict[str, Any]:
     if kind in DTYPES:
         params = kind
         kind = "plain"
+    elif kind == "ternary_best":  # which is read as ternary
+        params = "best"
+        kind = "ternary"
     elif rule:
         kind = f"tq-{rule}"
     elif params:
@@ -304,9 +309,41 @@ def encode_group(
         if KIND == "nvfp4":
             wanted = tl.div_rn(wanted, tensor_scale)
         scale = e4m3_encode(wanted)
+        if KIND == "ternary" and PARAMS == "best":
+            scale = least_error(tl.abs(x), scale, AXIS)
         step = group_step(scale, tensor_scale, KIND)
         code = encode_code(tl.div_rn(x, tl.where(step > 0, step, _INFINITY)), KIND, BITS)
     return code, scale, minimum
+
+
+@triton.jit
+def least_error(magnitude, usual, AXIS: tl.constexpr):
+    """The scales of ternary groups that give the least squared error, as E4M3 codes; of equal errors the largest.
+
+    Args:
+        magnitude: |x|, float32 [R, C].
+        usual: int32 [R, 1] or [1, C], the E4M3 codes of the largest magnitudes; the best scale is not above them.
+        AXIS: as in `encode_group`.
+    """
+    # In float64 the sums are exact, so their order does not matter.
+    magnitude = tl.minimum(magnitude, 16777216.0).to(tl.float64)  # 2^24
+    best = usual
+    most = saved_error(magnitude, usual, AXIS)
+    for below in range(1, _TRIED + 1):
+        tried = tl.maximum(usual - below, 0)
+        saved = saved_error(magnitude, tried, AXIS)
+        better = saved > most
+        best = tl.where(better, tried, best)
+        most = tl.where(better, saved, most)
+    return best
+
+
+@triton.jit
+def saved_error(magnitude, stored, AXIS: tl.constexpr):
+    """Σx² without the squared error under a scale s: s · Σ(2|x| − s) over |x| > s/2. stored: E4M3 codes."""
+    scale = e4m3_decode(stored).to(tl.float64)
+    terms = tl.where(magnitude > scale * 0.5, 2 * magnitude - scale, 0.0)
+    return scale * tl.sum(terms, AXIS, keep_dims=True)
 
 
 # -- float types

@@ -24,7 +24,8 @@ from minithink.kernels import _formats
 from minithink.kernels._common import INTERPRETED, power_of_2
 from minithink.kernels._formats import Format
 
-FAST = ("nvfp4", "ternary", "fp8", "int2", "int4", "int8", "tq4")  # formats that `_planes.py` has a fast path for
+# formats that `_planes.py` has a fast path for
+FAST = ("nvfp4", "ternary", "ternary_best", "fp8", "int2", "int4", "int8", "tq4")
 
 
 class Half(NamedTuple):

@@ -393,6 +393,7 @@ def variants() -> Iterator[Variant]:
     formats = {  # kind, bits, parameters, group
         "nvfp4": ("nvfp4", 4, "", 16),
         "ternary": ("ternary", 2, "", 16),
+        "ternary_best": ("ternary", 2, "best", 16),
         "fp8": ("fp8", 8, "", 0),
         "int2s": ("int2s", 2, "", 32),
         "int4s": ("int4s", 4, "", 16),
@@ -407,7 +408,15 @@ def variants() -> Iterator[Variant]:
         "fp16": ("plain", 16, "fp16", 0),
         "bf16": ("plain", 16, "bf16", 0),
     }
-    pairs = ["nvfp4/nvfp4", "ternary/ternary", "fp8/nvfp4", "int2s/int8", "int4s/int16", "int4/int2", "bf16/fp16"]
+    pairs = [
+        "nvfp4/nvfp4",
+        "ternary/ternary_best",
+        "fp8/nvfp4",
+        "int2s/int8",
+        "int4s/int16",
+        "int4/int2",
+        "bf16/fp16",
+    ]
     rotated = ["tq4/tq4", "tq3/tq1", "nvfp4/tq2"]
     for dtype, dim, group in (("bf16", 128, 4), ("fp16", 96, 6), ("fp32", 64, 1)):
         plain = ("plain", 32 if dtype == "fp32" else 16, dtype, 0)

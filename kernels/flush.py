@@ -235,6 +235,7 @@ def variants() -> Iterator[Variant]:
             (True, 16, ("nvfp4", 4, "", 16), ("nvfp4", 4, "", 16)),
             (True, 32, ("int", 2, "fp16", 32), ("int", 2, "fp16", 32)),
             (True, 16, ("ternary", 2, "", 16), ("fp8", 8, "", 0)),
+            (True, 16, ("ternary", 2, "best", 16), ("ternary", 2, "best", 16)),
             (True, 16, ("int", 16, "fp32", 16), ("int", 8, "fp32", 32)),
             (False, 16, ("nvfp4", 4, "", 16), ("nvfp4", 4, "", 16)),
             (False, 16, ("ternary", 2, "", 16), ("int4s", 4, "", 16)),

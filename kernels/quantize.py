@@ -278,6 +278,7 @@ def _saturates(fmt: Format, dtype: torch.dtype) -> bool:
 def variants() -> Iterator[Variant]:
     strides = dict.fromkeys(("x_outer", "x_inner", "scale_outer", "scale_inner"), "i32")
     kinds = [("fp8", 8, ""), ("nvfp4", 4, ""), ("ternary", 2, ""), ("int4s", 4, ""), ("int2s", 2, "")]
+    kinds += [("ternary", 2, "best")]
     kinds += [
         ("int", bits, params)
         for bits in (2, 4, 8, 16)
@@ -296,7 +297,8 @@ def variants() -> Iterator[Variant]:
         dtype = ("fp32", "fp16", "bf16")[i % 3]  # which number is read changes one instruction
         constants = {"KIND": kind, "BITS": bits, "GROUP": 16, "PARAMS": params}
         signature = {"p_x": f"*{dtype}", "p_scale": "*fp32", **strides, "groups": "i32"}
-        signature |= {"p_codes": "*i16" if bits == 16 else "*u8", "p_params": f"*{params or 'u8'}"}
+        signature |= {"p_codes": "*i16" if bits == 16 else "*u8"}
+        signature |= {"p_params": f"*{params}" if kind == "int" else "*u8"}
         channels = {"PER_ROW": 8, "ELEMENTS": 16, "SATURATE": False, "BLOCK": 128, "WIDTH": 16}
         yield Variant(_by_channel, signature, {**constants, **channels}, options)
         if kind != "fp8":

@@ -1,8 +1,8 @@
 """The group scale of least squared error, in place of the one that the group's largest magnitude gives.
 
-The kernels and their twins store the largest magnitude's scale (`symmetric.py`). This function is for comparisons:
-how much of a format's error is its rule for the scale? It takes the place of `Symmetric.encode`, and what it returns
-is decoded as usual.
+The cache stores the largest magnitude's scale (`symmetric.py`), except in `ternary_best` (`ternary_best.py`). This
+function is for comparisons of all symmetric formats: how much of a format's error is its rule for the scale? It takes
+the place of `Symmetric.encode`, and what it returns is decoded as usual.
 """
 
 from __future__ import annotations

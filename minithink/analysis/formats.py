@@ -46,11 +46,15 @@ from minithink.results.progress import progress
 from minithink.tasks.prepare import references
 
 FORMATS = ("fp8", "int8", "nvfp4", "int4s", "int4", "tq4", "tq3", "ternary", "int2s", "int2", "tq2")
+# Parts of the cache: those numbers that are stored in a format, while all others are exact.
 KEYS = "keys"  # a group: channels of one token
 KEYS_BY_TOKEN = "keys by token"  # a group: one channel of several tokens
 VALUES = "values"
 BOTH = "both"
 BOTH_BY_TOKEN = "both, keys by token"
+# Kinds of errors: of the stored numbers themselves, or of what attention makes of them.
+ERROR = "error"
+OUTPUT = "output"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,7 +133,7 @@ def ways_of(fmt: Format) -> list[Way]:
 
 
 def stored(way: Way, k: Tensor, v: Tensor, prompt: int) -> dict[str, Tensor]:
-    """Keys and values of a layer as a format gives them back, by what is grouped how.
+    """Keys and values of a layer as a format gives them back: part of the cache → float32 [H, T, D].
 
     Args:
         way: the format.
@@ -149,20 +153,20 @@ def stored(way: Way, k: Tensor, v: Tensor, prompt: int) -> dict[str, Tensor]:
 
 
 class Sums:
-    """Sums of squares by way, by what is stored in it, and by layer."""
+    """Sums of squares by way, by the part of the cache that is stored in it, by the kind of error, and by layer."""
 
     def __init__(self) -> None:
         self.sums: dict[tuple[Way, str, str], dict[int, list[float]]] = defaultdict(dict)
 
-    def add(self, way: Way, of: str, what: str, layer: int, found: Tensor, true: Tensor) -> None:
-        """Count numbers beside what they should be. what: "error" or "output"."""
-        pair = self.sums[way, of, what].setdefault(layer, [0.0, 0.0])
+    def add(self, way: Way, part: str, kind: str, layer: int, found: Tensor, true: Tensor) -> None:
+        """Count numbers beside what they should be. part: KEYS or another; kind: ERROR or OUTPUT."""
+        pair = self.sums[way, part, kind].setdefault(layer, [0.0, 0.0])
         pair[0] += float((found - true).double().square().sum())
         pair[1] += float(true.double().square().sum())
 
-    def by_layer(self, way: Way, of: str, what: str) -> list[float]:
+    def by_layer(self, way: Way, part: str, kind: str) -> list[float]:
         """The relative errors of all layers; empty: this was not measured."""
-        pairs = self.sums.get((way, of, what), {})
+        pairs = self.sums.get((way, part, kind), {})
         return [pairs[layer][0] / pairs[layer][1] for layer in sorted(pairs)]
 
 
@@ -193,14 +197,14 @@ def _of_layer(
     output = attention(q, k, v, at)
     for way in ways:
         found = stored(way, k, v, prompt)
-        for of, x in found.items():
-            sums.add(way, of, "error", layer, x, v if of == VALUES else k)
-        for of, keys, values in pairs_of(found, k, v):
-            sums.add(way, of, "output", layer, attention(q, keys, values, at), output)
+        for part, x in found.items():
+            sums.add(way, part, ERROR, layer, x, v if part == VALUES else k)
+        for part, keys, values in pairs_of(found, k, v):
+            sums.add(way, part, OUTPUT, layer, attention(q, keys, values, at), output)
 
 
 def pairs_of(found: dict[str, Tensor], k: Tensor, v: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The keys and values between which attention is computed, and what of them is stored in a format."""
+    """The keys and values with which attention is computed, each pair behind the part of it that is stored."""
     yield KEYS, found[KEYS], v
     yield VALUES, k, found[VALUES]
     yield BOTH, found[KEYS], found[VALUES]
@@ -237,21 +241,21 @@ def row_of(way: Way, sums: Sums, dim: int) -> dict[str, Any]:
         "scale": way.scale if isinstance(fmt, Symmetric) else None,
         "bits": 8 * fmt.bytes_per_token(dim) / dim,
     }
-    for of in (KEYS, KEYS_BY_TOKEN, VALUES, BOTH, BOTH_BY_TOKEN):
-        errors = {what: sums.by_layer(way, of, what) for what in ("error", "output")}
-        measured = {what: by_layer for what, by_layer in errors.items() if by_layer}
+    for part in (KEYS, KEYS_BY_TOKEN, VALUES, BOTH, BOTH_BY_TOKEN):
+        errors = {kind: sums.by_layer(way, part, kind) for kind in (ERROR, OUTPUT)}
+        measured = {kind: by_layer for kind, by_layer in errors.items() if by_layer}
         if measured:
-            row[of] = {what: sum(by_layer) / len(by_layer) for what, by_layer in measured.items()}
-            row[of]["layers"] = measured
+            row[part] = {kind: sum(by_layer) / len(by_layer) for kind, by_layer in measured.items()}
+            row[part]["layers"] = measured
     return row
 
 
-SAID = {  # the columns of the lines for people
-    "keys": (KEYS, "error"),
-    "keys by token": (KEYS_BY_TOKEN, "error"),
-    "values": (VALUES, "error"),
-    "output, both": (BOTH, "output"),
-    "output, both by token": (BOTH_BY_TOKEN, "output"),
+SAID = {  # in the lines for people: heading → part of the cache, kind of error
+    "keys": (KEYS, ERROR),
+    "keys by token": (KEYS_BY_TOKEN, ERROR),
+    "values": (VALUES, ERROR),
+    "output, both": (BOTH, OUTPUT),
+    "output, both by token": (BOTH_BY_TOKEN, OUTPUT),
 }
 
 
@@ -260,6 +264,6 @@ def lines(rows: Iterable[dict[str, Any]]) -> list[str]:
     out = []
     for row in rows:
         name = row["format"] + (f", {row['scale']} scale" if row["scale"] else "")
-        parts = [f"{heading} {row[of][what]:.3%}" for heading, (of, what) in SAID.items() if of in row]
-        out.append(f"{name} ({row['bits']:g} bits): {'; '.join(parts)}")
+        errors = [f"{heading} {row[part][kind]:.3%}" for heading, (part, kind) in SAID.items() if part in row]
+        out.append(f"{name} ({row['bits']:g} bits): {'; '.join(errors)}")
     return out

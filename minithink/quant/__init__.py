@@ -1,8 +1,8 @@
 """Number formats of the cache: how a key or a value is stored, and how many bytes it takes.
 
 `parse` turns a name into a format. The formats are in `plain` (fp32, fp16, bf16), `fp8`, `nvfp4`, `ternary`,
-`int_symmetric` (int4s, int2s), `int_asymmetric` (int2, int4, int8, int16) and `turboquant` (tq1, tq2, tq3, tq4). Read
-`format` first: it says what every format can do.
+`ternary_best`, `int_symmetric` (int4s, int2s), `int_asymmetric` (int2, int4, int8, int16) and `turboquant` (tq1, tq2,
+tq3, tq4). Read `format` first: it says what every format can do.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from minithink.quant.int_symmetric import Int2Symmetric, Int4Symmetric
 from minithink.quant.nvfp4 import Nvfp4
 from minithink.quant.plain import DTYPES, Plain
 from minithink.quant.ternary import Ternary
+from minithink.quant.ternary_best import TernaryBest
 from minithink.quant.turboquant import BITS, SCALES, TurboQuant
 
 __all__ = ["Format", "parse", "parse_pair", "shrink"]
@@ -26,6 +27,7 @@ GROUPS = (16, 32, 64, 128)
 SYMMETRIC: dict[str, Callable[..., Format]] = {
     "nvfp4": Nvfp4,
     "ternary": Ternary,
+    "ternary_best": TernaryBest,
     "int4s": Int4Symmetric,
     "int2s": Int2Symmetric,
 }

@@ -1,7 +1,7 @@
 """Ternary (ThinKV §D.3): {−1, 0, +1} in 2 bits, one E4M3 scale a group of 16, no FP32 scale.
 
 The scale is the group's amax, as in the paper. The paper does not give the thresholds. Chosen here: ± half the scale,
-where the nearest point changes. `analysis/best_scale.py` finds the scale of least squared error, and
+where the nearest point changes. `ternary_best.py` stores the scale of least squared error, and
 docs/appendix/thinkv.md has the errors of both.
 """
 

@@ -21,6 +21,7 @@ STORAGES = {
     "int8-fp32": Storage(("int8:group=16,params=fp32",)),
     "int2-by-token": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32),
     "nvfp4-by-token": Storage(("nvfp4:by=token/nvfp4",), block=8, buffer=16),
+    "ternary-best": Storage(("ternary_best:by=token/ternary_best",), buffer=16, tail="keep"),
     "ternary-by-token": Storage(("ternary:by=token/ternary",), buffer=16, tail="keep"),
     "kivi": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", sink=4),
     "thoughts": Storage(("nvfp4", "ternary", "fp8"), block=8, buffer=8, also=("int4s",)),

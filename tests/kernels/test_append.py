@@ -34,6 +34,7 @@ STORAGES = stores.STORAGES | {
     "thoughts-at-once": Storage(("nvfp4", "ternary", "fp8"), block=8, also=("int4s",)),
     "plain-too": Storage(("int4:group=32", "plain", "int2s/ternary"), block=8),
     "numbers": Storage(("fp16/nvfp4", "bf16/fp32", "fp8/fp16")),
+    "best-at-once": Storage(("nvfp4", "ternary_best"), block=8),
     "fp16-int8": Storage(("fp16/int8:group=32",)),
     "rotated-at-once": Storage(("tq4", "tq3/tq1", "nvfp4/tq2:scale=norm,params=fp32"), block=8),
 }

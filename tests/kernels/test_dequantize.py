@@ -52,7 +52,22 @@ def test_equals_its_twin(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16", "tq1", "tq2", "tq4"]
+    "text",
+    [
+        "fp8",
+        "nvfp4",
+        "ternary",
+        "ternary_best",
+        "int4s",
+        "int2s",
+        "int2",
+        "int4",
+        "int8",
+        "int16",
+        "tq1",
+        "tq2",
+        "tq4",
+    ],
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_code(text: str, dtype: torch.dtype) -> None:

@@ -24,7 +24,10 @@ from tests.kv.run import append_one
 
 # The buffer is a multiple of the groups, or not; shorter than one; keys by channel; several formats; plain ones.
 BUFFERED = {
-    **{name: STORAGES[name] for name in ("nvfp4-by-token", "kivi", "thoughts", "tq3", "thoughts-rotated")},
+    **{
+        name: STORAGES[name]
+        for name in ("nvfp4-by-token", "ternary-best", "kivi", "thoughts", "tq3", "thoughts-rotated")
+    },
     "two groups": Storage(("nvfp4:by=token/fp8",), block=8, buffer=32),
     "a group and a half": Storage(("int4:group=16,by=token/int8:group=16",), block=8, buffer=24),
     "half a group": Storage(("ternary:by=token/nvfp4",), block=4, buffer=8),

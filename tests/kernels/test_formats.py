@@ -101,6 +101,7 @@ def run(kernel, x: Tensor, dtype: torch.dtype, fmt: Format) -> Tensor:
 
 
 KINDS = ["fp8", "nvfp4", "ternary", "int4s", "int2s", "int2", "int4", "int8", "int16", "fp16", "bf16", *TURBO]
+KINDS += ["ternary_best"]
 
 
 def test_tables_are_those_of_the_twin() -> None:
@@ -218,6 +219,8 @@ def test_constants_of_formats(fmt: Format) -> None:
         assert (kind, params) == (f"tq-{fmt.scale}", fmt.params)
     elif fmt.name in formats.DTYPES:
         assert (kind, params) == ("plain", fmt.name)
+    elif fmt.name == "ternary_best":
+        assert (kind, params) == ("ternary", "best")
     else:
         assert (kind, params) == (fmt.name, "")
 

@@ -69,10 +69,25 @@ def test_infinities_and_zeros(fmt: Format) -> None:
             check(fmt, x.to(dtype) + 0.0, torch.tensor(scale))
 
 
-@pytest.mark.parametrize("text", ["fp16", "fp8", "nvfp4", "ternary", "int4s", "int2s", "nvfp4:by=token"])
+@pytest.mark.parametrize(
+    "text", ["fp16", "fp8", "nvfp4", "ternary", "ternary_best", "int4s", "int2s", "nvfp4:by=token"]
+)
 def test_the_sign_of_zero(text: str) -> None:
     check(parse(text), torch.tensor([[0.0, -0.0, -1e-40, 1e-40]]).repeat(3, 16), torch.tensor(1.0))
     check(parse(text), torch.tensor([[0.0, -0.0, -1e-4, 1.0]]).repeat(3, 16), torch.tensor(1.0))
+
+
+def test_the_best_ternary_scale_where_two_are_nearly_as_good() -> None:
+    """Equally good, better by one float32, and with a magnitude that no scale reaches."""
+    x = torch.zeros(8, 16)
+    x[0, :4] = torch.tensor([3.0, 1.0, 1.0, 1.0])
+    x[1, :4] = torch.tensor([3.0, 1.0, 1.0 + 2.0**-23, 1.0])
+    x[2, :5] = torch.tensor([1000.0, 200.0, 200.0, 200.0, 200.0])
+    x[3, :4] = torch.tensor([2.0**30, 2.0**24, 300.0, 300.0])
+    x[4, :9] = torch.tensor([2.0**-5, *[2.0**-9] * 8])  # scales below the smallest normal E4M3 number
+    one = torch.tensor(1.0)
+    check(parse("ternary_best"), x, one)
+    check(parse("ternary_best:by=token"), x.T.contiguous(), one)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +100,8 @@ def test_the_sign_of_zero(text: str) -> None:
         "nvfp4:group=64",
         "int16:by=token,group=128",
         "ternary:by=token",
+        "ternary_best:group=64",
+        "ternary_best:by=token",
     ],
 )
 def test_several_programs(text: str) -> None:

@@ -46,6 +46,18 @@ def test_a_ledger_adds_up() -> None:
     assert Ledger().total == 0
 
 
+def test_the_rule_of_a_scale_changes_no_byte() -> None:
+    def ledger(fmt: str) -> Ledger:
+        manager = manager_for(DECODER, Full("layer", Storage(thoughts=("nvfp4", fmt), buffer=16)), rows=1)
+        manager.join(0, 60, 9)
+        feed(DECODER, manager, {0: [1] * 9})
+        for token in range(30):
+            feed(DECODER, manager, {0: [token]})
+        return manager.ledger()
+
+    assert ledger("ternary_best") == ledger("ternary")
+
+
 def check(manager: KVManager) -> Ledger:
     ledger = manager.ledger()
     assert ledger.total == manager.reserved_bytes() == owned_bytes(manager)

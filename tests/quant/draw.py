@@ -14,7 +14,7 @@ SYMMETRIC = ("nvfp4", "ternary", "int4s", "int2s")
 ASYMMETRIC = ("int2", "int4", "int8", "int2:params=fp32", "int4:params=fp32", "int8:params=fp32", "int16")
 UNGROUPED = ("fp32", "fp16", "bf16", "fp8")
 TURBO = ("tq1", "tq2", "tq3", "tq4", "tq2:scale=mse", "tq3:scale=none,params=fp32", "tq4:scale=norm")
-GROUPED = SYMMETRIC + ASYMMETRIC
+GROUPED = (*SYMMETRIC, "ternary_best", *ASYMMETRIC)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

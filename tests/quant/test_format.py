@@ -47,6 +47,7 @@ def test_bytes_are_those_of_the_tensors(fmt: Format, dim: int) -> None:
         ("nvfp4", 72),
         ("nvfp4:by=token", 72),
         ("ternary", 40),
+        ("ternary_best", 40),
         ("int4s", 72),
         ("int2s:group=32", 36),
         ("int2:group=32", 48),

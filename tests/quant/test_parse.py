@@ -26,6 +26,7 @@ def test_a_format_reads_what_it_writes(fmt: Format) -> None:
         ("fp8", 8, 0, 0),
         ("nvfp4", 4, 16, 1),
         ("ternary", 2, 16, 1),
+        ("ternary_best", 2, 16, 1),
         ("int4s", 4, 16, 1),
         ("int2s", 2, 16, 1),
         ("int2", 2, 16, 4),
@@ -68,7 +69,8 @@ def test_options() -> None:
     [
         (
             "int3",
-            "int3.*fp32, fp16, bf16, fp8, nvfp4, ternary, int4s, int2s, int2, int4, int8, int16, tq1, tq2, tq3, tq4",
+            "int3.*fp32, fp16, bf16, fp8, nvfp4, ternary, ternary_best, int4s, int2s, int2, int4, int8, int16, "
+            "tq1, tq2, tq3, tq4",
         ),
         ("", "unknown"),
         ("NVFP4", "unknown"),

@@ -20,7 +20,8 @@ class Item:
     """One equation, algorithm, table, figure or setting of a paper, or one baseline.
 
     A text or a tuple that is empty is shown as a dash. A test checks that everything that is named exists, and that
-    each number in `here`, other than in code, stands in a page that `shown` names.
+    each number in `here`, other than in code, stands in a page that `shown` names; another one that most of ThinKV's
+    are those of the results.
     """
 
     of: str  # its place in the paper, a colon, what it says

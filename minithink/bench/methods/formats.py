@@ -53,10 +53,10 @@ def errors_said(result: Result) -> Iterable[str]:
     yield ""
 
 
-def error_column(what: str, kind: str) -> Column:
-    """A column of errors. what: keys, values, …; kind: error or output."""
-    heading = what if kind == "error" else f"output: {what}"
-    return (heading, lambda row: row.get(what, {}).get(kind), "{:.2%}")
+def error_column(part: str, kind: str) -> Column:
+    """A column of errors. part: of the cache, as keys or values; kind: error or output (`analysis/formats.py`)."""
+    heading = part if kind == "error" else f"output: {part}"
+    return (heading, lambda row: row.get(part, {}).get(kind), "{:.2%}")
 
 
 ERRORS = Table(

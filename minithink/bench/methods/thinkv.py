@@ -30,7 +30,14 @@ from minithink.bench.methods import (
     Table,
 )
 from minithink.bench.methods.settings import CHOSEN, RKV
-from minithink.bench.methods.thinkv_controls import Counted, MeanRows, NoCase1, RandomSurvivors, RandomTypes
+from minithink.bench.methods.thinkv_controls import (
+    BestScale,
+    Counted,
+    MeanRows,
+    NoCase1,
+    RandomSurvivors,
+    RandomTypes,
+)
 from minithink.engine import TINY
 from minithink.kv.contract import Shape, Step
 from minithink.policies.thinkv import Tbe, ThinKV
@@ -161,6 +168,7 @@ SWEEPS = {
             f"{RandomSurvivors.name}:{FOUR}",
             f"{NoCase1.name}:{FOUR}",
             # TBQ: other scales of 2 bits, and of keys
+            BestScale.name,
             "thinkv:two=int2s",
             "thinkv:two=tq2",
             "thinkv:key_axis=channel",
@@ -383,6 +391,42 @@ def seconds(m: Row) -> float:
     return float(m["step_milliseconds"] / 1e3 * m["settings"]["tokens"])
 
 
+# Table 14 of the paper: seconds of a request with R1-Distill-Llama-8B on AIME, by method and budget. Its R-KV (seq)
+# and R-KV (ovl) gather as rkv-gather and rkv-overlapped do.
+PAPER_FULL = 259.6
+PAPER_REQUESTS = {
+    "rkv-gather": {512: 242.6, 1024: 247.8, 2048: 254.2},
+    "rkv-overlapped": {512: 240.8, 1024: 246.0, 2048: 253.7},
+    "thinkv": {512: 237.5, 1024: 243.6, 2048: 251.0},
+}
+PAPER_BUDGETS = (512, 1024, 2048)
+
+
+def requests(result: Result) -> Iterable[Row]:
+    """Requests of one sequence alone, with shares of the full cache's time: here, and in the paper."""
+    rows = [m for m in of_kind(result, "request") if m["batch"] == 1]
+    full = next((seconds(m) for m in rows if m["method"] == "full"), None)
+    for m in rows:
+        paper = {budget: s / PAPER_FULL for budget, s in PAPER_REQUESTS.get(m["method"], {}).items()}
+        yield {**m, "of_full": seconds(m) / full if full else None, "paper": paper}
+
+
+def requests_said(result: Result) -> Iterable[str]:
+    """What the columns of the paper mean."""
+    budgets = sorted({m["settings"]["budget"] for m in of_kind(result, "request")})
+    yield (
+        f"*Of full*: of the full cache's time, here with {' and '.join(f'{n:,}' for n in budgets)} tokens. *The "
+        f"paper*: the same from its table 14, by budget; its full cache takes {PAPER_FULL} s. Its R-KV (seq) stands "
+        "beside rkv-gather, R-KV (ovl) beside rkv-overlapped."
+    )
+    yield ""
+
+
+def of_paper(budget: int) -> Column:
+    """The share of the full cache's time in table 14."""
+    return (f"the paper: {budget:,}", lambda m: m["paper"].get(budget), "{:.1%}")
+
+
 def of_bound(m: Row) -> float | None:
     """The share of the bound that is reached."""
     return m["bound_milliseconds"] / m["step_milliseconds"] if "bound_milliseconds" in m else None
@@ -509,11 +553,14 @@ STEP_TABLES = {
         (
             METHOD,
             ("a request", seconds, "**{:,.0f} s**"),
+            ("of full", "of_full", "**{:.1%}**"),
+            *(of_paper(budget) for budget in PAPER_BUDGETS),
             ("a step", "step_milliseconds", "{:.2f} ms"),
             LIMIT,
             ANNEALED,
         ),
-        rows=lambda result: [m for m in of_kind(result, "request") if m["batch"] == 1],
+        rows=requests,
+        said=requests_said,
         kind="*",
     ),
     "thinkv-levels": Table(

@@ -8,6 +8,7 @@ A part is worth what is lost without it. Each control is ThinKV but for one thin
     thinkv_no_case_1          case 1: segments shrink only where a lane is too full
     thinkv_mean_rows          where heads are averaged: §C.2's "attention scores are averaged across groups", taken by
                               its letter (`calibrate/averaging.py`, the rule `weights`)
+    thinkv_best_scale         the scale of 2 bits: that of least squared error (`quant/ternary_best.py`)
 
 All of them count the segments of each type that they open. So the comparison says how many bits a generated token has
 on average, which the paper gives in its tables 1, 4 and 13: under R4E4T2, 4 − 2 · (the share of transitions).
@@ -16,7 +17,7 @@ on average, which the paper gives in its tables 1, 4 and 13: under R4E4T2, 4 −
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -197,6 +198,18 @@ class NoCase1(Counted):
             transitions=False,
         )
         return goal
+
+
+@register_unlisted
+@dataclass
+class BestScale(Counted):
+    """ThinKV whose ternary numbers have the scale of least squared error."""
+
+    two: Any = field(default="ternary_best", init=False)
+
+    name = "thinkv_best_scale"
+    summary = "ThinKV with the best scale of ternary numbers (a control)"
+    capturable = True
 
 
 @register_unlisted

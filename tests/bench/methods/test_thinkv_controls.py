@@ -14,6 +14,7 @@ from torch import Tensor
 from minithink.bench.answers.sweep import cells_of
 from minithink.bench.methods import thinkv as method
 from minithink.bench.methods.thinkv_controls import (
+    BestScale,
     Counted,
     MeanRows,
     NoCase1,
@@ -45,6 +46,7 @@ TEXTS = (
     f"thinkv_random_types:{OPTIONS},transition=0.9,execution=0.05,precision=R4E4T0",
     f"thinkv_random_survivors:{OPTIONS},{SPARSE}",
     f"thinkv_no_case_1:{OPTIONS},{SPARSE}",
+    f"thinkv_best_scale:{OPTIONS},{SPARSE}".replace("tau=8", "tau=16").replace("g=4", "g=16,key_axis=channel"),
     f"thinkv_mean_rows:{OPTIONS},layers=0/1,thresholds=0.1/0.3,sparsity_rows=2",
 )
 LAYERS: dict[str, Any] = {"layers": "0/1", "thresholds": "0.3/0.6"}
@@ -64,7 +66,14 @@ def sharp() -> Any:
 
 
 def test_every_control_is_tried() -> None:
-    assert {type(parse(text)) for text in TEXTS} == {Counted, RandomTypes, RandomSurvivors, NoCase1, MeanRows}
+    assert {type(parse(text)) for text in TEXTS} == {
+        Counted,
+        RandomTypes,
+        RandomSurvivors,
+        NoCase1,
+        BestScale,
+        MeanRows,
+    }
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -281,6 +290,13 @@ def test_without_case_1_transitions_shrink_nothing() -> None:
     assert max(len(lane) for lane in held(tight, 0)) <= 40
 
 
+def test_the_best_scale_is_of_two_bits_alone() -> None:
+    usual = Counted(budget=99, precision="R8E4T2", key_axis="channel").storage
+    found = BestScale(budget=99, precision="R8E4T2", key_axis="channel").storage
+    assert found == replace(usual, thoughts=tuple(one.replace("ternary", "ternary_best") for one in usual.thoughts))
+    assert found.thoughts[TRANSITION] == "ternary_best:group=16,by=token/ternary_best:group=16"
+
+
 def test_mean_rows_are_counted_after_the_mean() -> None:
     """Against the definition, in both layers together; thresholds between the values that occur."""
     seen: list[float] = []
@@ -366,4 +382,4 @@ def test_the_comparison_changes_one_thing_at_a_time() -> None:
         changed = {name for name in own if getattr(policy, name) != getattr(usual, name)}
         assert len(changed - {"precision"}) <= (2 if type(policy) is MeanRows else 1), text
         assert replace(policy, budget=500).budget == 500
-    assert classes == {ThinKV, Counted, RandomTypes, RandomSurvivors, NoCase1, MeanRows}
+    assert classes == {ThinKV, Counted, RandomTypes, RandomSurvivors, NoCase1, BestScale, MeanRows}

@@ -482,7 +482,10 @@ def test_a_request_is_one_sequence_through_whole_cycles(tmp_path: Path) -> None:
     rows = [line for line in pages.fill(text, "x.md", tmp_path).splitlines() if line.startswith("| ")][2:]
     assert [row.split(" | ")[0] for row in rows] == ["| full", "| thinkv, T 50%", "| rkv-gather"]
     seconds = by_name["request/full/1"]["step_milliseconds"] / 1e3 * 192
-    assert f"| **{seconds:,.0f} s** |" in rows[0]
+    assert f"| **{seconds:,.0f} s** | **100.0%** | – | – | – |" in rows[0]
+    share = by_name["request/thinkv/1/T50"]["step_milliseconds"] / by_name["request/full/1"]["step_milliseconds"]
+    assert f" s** | **{share:.1%}** | 91.5% | 93.8% | 96.7% |" in rows[1]  # 237.5, 243.6 and 251.0 of 259.6 s
+    assert "| 93.5% | 95.5% | 97.9% |" in rows[2]
 
 
 def test_what_many_sequences_decide_is_told_of_every_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
