@@ -56,7 +56,6 @@ class Cache(NamedTuple):
 
     kv_heads: int
     group: int  # g, query heads of a KV head
-    block_g: int
     dim: int  # D
     tables: int  # Ht
     layer_lanes: int  # which of its unit's lanes a head is: layer · layer_lanes + head · head_lanes
@@ -260,7 +259,6 @@ def cache(store: Store) -> Cache:
     return Cache(
         kv_heads=shape.kv_heads,
         group=group,
-        block_g=max(16, power_of_2(group)),
         dim=shape.head_dim,
         tables=shape.tables[2],
         layer_lanes=shape.kv_heads if shape.scope == "sequence" else 0,
@@ -291,24 +289,23 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
         side_start = lay.k_side
     side = pages.side.shape[-1]
     side_slot = side // lay.slots
+    page = pages.pool.shape[-1]
     by_token = fmt.by == "token"
     names = _formats.constexprs(fmt)
-    fast = fmt.name in FAST and not INTERPRETED and dtype != torch.float32
+    fast = (
+        fmt.name in FAST
+        and not INTERPRETED
+        and dtype != torch.float32
+        and _has_fast_words(fmt, dim, start, page, lay.slots)
+    )
     size = _formats.params_dtype(fmt).itemsize if fmt.param_bytes else 1
     if fast and names["KIND"] == "int":
         fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
         size = 4 if fast else size  # scale and minimum at once
-    if fast and fmt.name == "tq4":
-        # Words of two bytes begin at even bytes.
-        fast = not (start % 2 or pages.pool.shape[-1] // lay.slots % 2)
-    if names["KIND"] == "plain" or fmt.bits >= 8:
-        planes = 1
-    else:
-        planes = _planes(fmt.bits, fast)
+    planes = 1 if names["KIND"] == "plain" else _planes(fmt.bits, fast)
     # What offsets count: words; with 3 bits, whose words of three bytes lie anywhere, bytes.
     word = 1 if fmt.bits == 3 else planes * fmt.bits // 8
     count = dim // planes
-    page = pages.pool.shape[-1]
     slot = page // lay.slots
     row = pages.group_params.shape[-1]
     if not by_token and (side_slot % size or side_start % size):
@@ -337,10 +334,19 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
 
 
 def _planes(bits: int, fast: bool) -> int:
-    """Channels of a word, of formats below 8 bits."""
+    """Channels of a word. In the fast path words have 16 bits, else 8, or 24 with 3 bits a channel."""
     if fast:
-        return 4
+        return 16 // bits
     return 8 if bits == 3 else 8 // bits
+
+
+def _has_fast_words(fmt: Format, dim: int, start: int, page: int, slots: int) -> bool:
+    """Whether the codes of all tokens are words of 16 bits at even bytes, and the channels of a word share their
+    parameters."""
+    planes = _planes(fmt.bits, fast=True)
+    even = start % 2 == page % 2 == page // slots % 2 == 0
+    one_group = fmt.by == "token" or fmt.group % planes == 0
+    return even and one_group and dim % planes == 0
 
 
 def ring_half(c: Cache) -> Half:
@@ -416,7 +422,7 @@ def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
 def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
     """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant of
     other than 4 bits come with fast=False."""
-    planes = 1 if bits >= 8 else _planes(bits, fast)
+    planes = 1 if kind == "plain" else _planes(bits, fast)
     count = dim // planes
     rotated = kind.startswith("tq")
     side = 1 if rotated else dim // 16

@@ -238,7 +238,7 @@ def mass(
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, D = 128, one format."""
-    c = Cache(2, 4, 16, 128, 1, 2, 1, 16, 0, "bf16")
+    c = Cache(2, 4, 128, 1, 2, 1, 16, 0, "bf16")
     common = dict.fromkeys(("p_lse", "p_top", "p_mass"), "*fp32") | {"p_count": "*i32", "p_rows": "*i64"}
     common |= {"p_seen": "*fp16", "p_active": "*u8"} | dict.fromkeys(NUMBERS, "i32")
     common = {name: common[name] for name in _mass.arg_names if name in common}

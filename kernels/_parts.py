@@ -3,7 +3,7 @@
 Used by `paged_attention.py`, `tri_score.py` and `_mass.py`.
 
     in_parts, part_length   how long the parts of a lane are
-    shape_of_program        tokens of a block and warps of the program that takes a part
+    Program, program_of     how the program is compiled that takes a part: tokens of a block, warps, and so on
     merge                   the parts of a query head become one by their log-sum-exp (`minithink/ref/merge.py`)
 
 One program for each lane would leave most of the GPU idle when there are few lanes, so long lanes have several parts.
@@ -17,6 +17,7 @@ overlaps with attention.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,10 +30,30 @@ from minithink.kernels._layout import Cache, Half
 PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a part in a short lane)
 SHORT = 1024  # tokens of a short lane, at most
 MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
-# Tokens of a block (a part is whole blocks), warps, stages; tuned on an H200. `shape_of_program` chooses one.
-LARGE = (128, 4, 2)
-MEDIUM = (64, 2, 3)
-SMALL = (32, 1, 3)
+
+
+class Program(NamedTuple):
+    """How the programs of attention that take a part each are compiled."""
+
+    block: int  # tokens of a block; a part is whole blocks
+    warps: int
+    stages: int
+    registers: int = 0  # of a thread, at most; 0: as many as it takes
+    swapped: bool = False  # in products tokens are the rows and query heads the columns
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's."""
+        most = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.warps, "num_stages": self.stages} | most
+
+
+# `program_of` chooses one; `bench attention` measures what is written here.
+PLAIN = Program(128, 4, 2)  # numbers of 16-bit models
+SLOW = Program(64, 2, 3)  # formats that are float32, are decoded to float32 or have no fast path
+MANY = Program(32, 1, 5, registers=128, swapped=True)  # codes of the fast path, for many lanes
+MANY_WIDE = MANY._replace(registers=168)  # the same if scales take more registers
+FEW = Program(128, 4, 2)  # the same for few lanes
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 # These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
@@ -42,19 +63,20 @@ PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 def in_parts(c: Cache, lanes: int, device: torch.device) -> Cache:
     """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early."""
     early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
-    return c._replace(base=base(lanes), short=SHORT, even=max(LARGE[0], MEDIUM[0], SMALL[0]), overlap=early)
+    even = max(program.block for program in (PLAIN, SLOW, MANY, MANY_WIDE, FEW))
+    return c._replace(base=base(lanes), short=SHORT, even=even, overlap=early)
 
 
-def shape_of_program(c: Cache, k: Half, v: Half, lanes: int) -> tuple[int, dict[str, int]]:
-    """Tokens of a block, and Triton's options. SMALL for fewer than 8 bits and many lanes; MEDIUM for formats that
-    are float32, are decoded to float32 or have no fast path; else LARGE."""
-    if k.fast and v.fast and k.bits < 8:
-        block, warps, stages = SMALL if lanes >= MANY_LANES else LARGE
-    else:
-        block, warps, stages = LARGE if c.dtype != "fp32" and (k.fast or k.kind == "plain") else MEDIUM
-    # Without a limit fp8 takes more registers, and one program fewer runs on a multiprocessor.
-    most = {"maxnreg": 168} if "fp8" in (k.kind, v.kind) and warps == LARGE[1] else {}
-    return block, {"num_warps": warps, "num_stages": stages, **most}
+def program_of(c: Cache, k: Half, v: Half, lanes: int) -> Program:
+    """The program for keys and values of one format."""
+    if k.fast and v.fast:
+        if lanes < MANY_LANES:
+            return FEW
+        # Keys by token have a scale for each channel, and words behind a token's last one have masks.
+        return MANY_WIDE if k.by_token or k.words != k.block or v.words != v.block else MANY
+    if c.dtype != "fp32" and (k.fast or k.kind == "plain"):
+        return PLAIN
+    return SLOW
 
 
 def most_parts(tokens: int, base: int, short: int) -> int:
@@ -251,7 +273,7 @@ def merge(
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, D = 128: one format, several formats, and a merge that is launched early."""
-    c = Cache(2, 4, 16, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, LARGE[0])
+    c = Cache(2, 4, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, PLAIN.block)
     signature = dict.fromkeys(("p_parts", "p_part_lse", "p_lse"), "*fp32") | {"p_out": "*bf16"}
     signature |= {"p_rows": "*i64", "p_count": "*i32"}
     signature |= dict.fromkeys(("table_layer", "parts", "in_format", "rows"), "i32")

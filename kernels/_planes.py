@@ -10,10 +10,13 @@ channels of the other factor, so no number is interleaved or moved between threa
     of_tokens   loads TurboQuant's scales, one for each token
     times_rows  keys by token: multiplies decoded points with scales that the tokens of a group share
 
+Blocks are [tokens, words], or [words, tokens] if the products need them so (AXIS, the axis of the tokens).
+
 The plain path decodes code by code with the functions of `_formats.py` and rounds to the model's type, as the twin
-does; the interpreter knows only this path. 16-bit models have a faster path (`_fast_plane`, for TurboQuant's 4 bits
-`_fast_levels`): inline PTX makes two numbers at a time in a 32-bit word, in fp16 whatever the model's type.
-`_layout.py` says which formats take it (Half.fast). Read `planes` first and `_fast_asm` last.
+does; the interpreter knows only this path. 16-bit models have a faster path (`_points`, for TurboQuant's 4 bits
+`_fast_levels`): its words have 16 bits, and one block of inline PTX makes all planes of the two words in a 32-bit
+register, in fp16 whatever the model's type. `_layout.py` says which formats take it (Half.fast). Read `planes` first
+and `_fast_asm` last.
 """
 
 from __future__ import annotations
@@ -33,75 +36,109 @@ _HALVES = [struct.pack("<e", x) for x in LEVELS[4]]
 FAST_FACTOR = tl.constexpr(2.0**8)
 # TurboQuant's eight magnitudes of 4 bits in fp16: low bytes of the first four and of the others, then high bytes.
 MAGNITUDES = struct.unpack("<4I", bytes(half[i] for i in (0, 1) for half in _HALVES))
+OR_OF_AND = "0xEA"  # the table of lop3 for (a & b) | c
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LARGEST_FP16 = tl.constexpr(_formats.LARGEST["fp16"])
 
 
 @triton.constexpr_function
-def _fast_asm(kind, plane, scales):
-    """PTX that makes plane `plane` of neighbouring words, two numbers in a register.
-
-    fp8:      $2 four bytes
-    nvfp4:    $1 two words of four codes; with one scale a word $2 has both, with four $2 and $3 have four bytes each
-    ternary:  $2 four bytes of four codes; with one scale a word $3 and $4 have two each, with four $3 to $6
-    int4:     $1 two words of four codes;  int2: $2 four bytes of four codes;  int8: $2 four bytes
-    """
-    if kind.startswith("int"):  # 1024 + code is the number with these low bits
-        bits = int(kind[3:])
-        code = f"shr.u32 c, c, {bits * plane}; and.b32 c, c, {(1 << bits) - 1:#06x}{(1 << bits) - 1:04x};"
-        code += " or.b32 c, c, 0x64006400; sub.rn.f16x2"
-        if bits == 4:
-            return f"{{ .reg .b32 c, b; mov.b32 b, 0x64006400; mov.b32 c, $1; {code} $0, c, b; }}"
-        out = "{ .reg .b32 c, b; mov.b32 b, 0x64006400;"
-        for i, spread in enumerate(("0x4140", "0x4342")):
-            out += f" prmt.b32 c, $2, 0, {spread}; {code} ${i}, c, b;"
-        return out + " }"
-    if kind == "fp8":
-        out = "{ .reg .b32 c, s;"
-        for i, spread in enumerate(("0x4140", "0x4342")):
-            out += f" prmt.b32 c, $2, 0, {spread}; shl.b32 s, c, 8; and.b32 s, s, 0x80008000; shl.b32 c, c, 7;"
-            out += f" lop3.b32 ${i}, c, 0x3F803F80, s, 0xEA;"
-        return out + " }"
-    # sign and magnitude to their places in fp16: so far left of where the codes stand
-    bits, magnitude, top = (4, 0x0E000E00, 9) if kind == "nvfp4" else (2, 0x04000400, 10)
-    sign = 16 - bits * (plane + 1)
-    left = top - bits * plane
-    move = f"shl.b32 m, c, {left};" if left >= 0 else f"shr.u32 m, c, {-left};"
-    decode = f"shl.b32 s, c, {sign}; and.b32 s, s, 0x80008000; {move} lop3.b32 m, m, {magnitude:#x}, s, 0xEA;"
-    # byte `plane` of two registers of scales as two fp16 numbers, times 2^6
-    widen = "shr.u32 t, t, 1; and.b32 t, t, 0x7F807F80; mul.rn.f16x2 t, t, f;"
-    select = f"{plane + 4}0{plane}0"
-    out = "{ .reg .b32 c, s, m, t, f; mov.b32 f, 0x74007400;"  # 2^14, twice
-    if kind == "nvfp4":
-        out += f" mov.b32 c, $1; {decode}"
-        if scales == 0:
-            return out + " mov.b32 $0, m; }"
-        if scales == 4:
-            return out + f" prmt.b32 t, $2, $3, 0x{select}; {widen} mul.rn.f16x2 $0, m, t; }}"
-        return out + " mul.rn.f16x2 $0, m, $2; }"
-    for i, spread in enumerate(("0x4140", "0x4342")):
-        out += f" prmt.b32 c, $2, 0, {spread}; {decode}"
-        if scales == 0:
-            out += f" mov.b32 ${i}, m;"
-        elif scales == 4:
-            out += f" prmt.b32 t, ${3 + 2 * i}, ${4 + 2 * i}, 0x{select}; {widen} mul.rn.f16x2 ${i}, m, t;"
-        else:
-            out += f" mul.rn.f16x2 ${i}, m, ${3 + i};"
-    return out + " }"
+def planes_of_word(kind):
+    """Channels of a word in the fast path. Its words have 16 bits."""
+    return 16 // {"nvfp4": 4, "ternary": 2, "fp8": 8, "int2": 2, "int4": 4, "int8": 8}[kind]
 
 
 @triton.constexpr_function
-def _fast_registers(kind, scales):
-    """The registers of `_fast_asm`: outputs (=r), then inputs, which are codes and their scales.
+def _types(planes):
+    """The types of the planes that `_fast_asm` makes."""
+    return (tl.float16,) * planes
 
-    With two outputs the first is written before all inputs are read. The & tells the compiler to give it none of the
-    inputs' registers.
+
+@triton.constexpr_function
+def _fast_asm(kind):
+    """PTX that makes all planes of two neighbouring words at once, two numbers in a register: plane i is $i. Behind
+    the planes comes the register of the two words."""
+    codes = f"${planes_of_word(kind)}"
+    if kind.startswith("int"):
+        lines = _integers(int(kind[3:]), codes)
+    elif kind == "fp8":
+        lines = _eight_bits(codes)
+    else:
+        lines = _few_bits(kind, codes)
+    return "{ .reg .b32 h, m, s, x; " + " ".join(f"{line};" for line in lines) + " }"
+
+
+@triton.constexpr_function
+def _fast_registers(kind):
+    """The registers of `_fast_asm`. The & keeps outputs that are written early out of the register of the codes,
+    which are still to be read."""
+    return "=&r," * planes_of_word(kind) + "r"
+
+
+@triton.constexpr_function
+def _few_bits(kind, codes):
+    """Floats of 4 or 2 bits, whose sign and magnitude fit into the high byte of an fp16 number.
+
+    For the i-th code of all four bytes at once, its magnitude and its sign are moved to their places in the byte.
+    Then the even and the odd bytes become the high bytes of two planes.
     """
-    if kind == "nvfp4" or kind == "int4":
-        inputs = {0: 1, 1: 2, 4: 3}[scales]
-        return "=r" + ",r" * inputs
-    inputs = {0: 1, 1: 3, 4: 5}[scales]
-    return "=&r,=r" + ",r" * inputs
+    bits, magnitude, top = (4, "0x0E0E0E0E", 1) if kind == "nvfp4" else (2, "0x04040404", 2)
+    in_a_byte = 8 // bits
+    lines = []
+    for i in range(in_a_byte):
+        moves, moved = _shifted(codes, top - bits * i, "m")
+        lines += [*moves, f"and.b32 m, {moved}, {magnitude}"]
+        moves, moved = _shifted(codes, 8 - bits * (i + 1), "s")
+        lines += [*moves, f"lop3.b32 h, {moved}, 0x80808080, m, {OR_OF_AND}"]
+        lines += [f"prmt.b32 ${i}, h, 0, 0x2404", f"and.b32 ${i + in_a_byte}, h, 0xFF00FF00"]
+    return lines
+
+
+@triton.constexpr_function
+def _eight_bits(codes):
+    """E4M3: as high bytes of fp16 numbers, the other fields are one bit too far left."""
+    lines = []
+    for i, choose in enumerate(("prmt.b32 h, {}, 0, 0x2404", "and.b32 h, {}, 0xFF00FF00")):
+        lines += [choose.format(codes), "shr.u32 m, h, 1", "and.b32 m, m, 0x3F803F80"]
+        lines += [f"lop3.b32 ${i}, h, 0x80008000, m, {OR_OF_AND}"]
+    return lines
+
+
+@triton.constexpr_function
+def _integers(bits, codes):
+    """Integers: an fp16 number with a code in its low bits, minus the same number without it.
+
+    The code may begin at bit `low`, if there one is worth 1: in numbers from 2^(10 − low) on.
+    """
+    in_a_byte = 8 // bits
+    lines = []
+    for i in range(2 * in_a_byte):
+        if i == in_a_byte:
+            lines += [f"shr.u32 s, {codes}, 8"]
+        low = i % in_a_byte * bits
+        mask = ((1 << bits) - 1 << low) * 0x10001
+        large = (25 - low << 10) * 0x10001
+        lines += [f"lop3.b32 x, {codes if i < in_a_byte else 's'}, {mask:#010x}, {large:#x}, {OR_OF_AND}"]
+        lines += [f"mov.b32 m, {large:#x}", f"sub.rn.f16x2 ${i}, x, m"]
+    return lines
+
+
+@triton.constexpr_function
+def _shifted(codes, left, to):
+    """The instructions that shift all codes to the left (to the right if `left` is below 0) into the register `to`,
+    and the register that has them then."""
+    if left == 0:
+        return [], codes
+    return [f"shl.b32 {to}, {codes}, {left}" if left > 0 else f"shr.u32 {to}, {codes}, {-left}"], to
+
+
+@triton.constexpr_function
+def _scale_asm(i):
+    """PTX that makes the E4M3 scales of channel i of two neighbouring words: $0, in fp16 and times 2^6.
+
+    $1 and $2: the four scales of each word. The i-th become high bytes of fp16 numbers, one bit too far left.
+    """
+    out = f"{{ .reg .b32 t, f; prmt.b32 t, $1, $2, 0x{i + 4}0{i}0; shr.u32 t, t, 1; and.b32 t, t, 0x7F807F80;"
+    return out + " mov.b32 f, 0x74007400; mul.rn.f16x2 $0, t, f; }"  # 2^14, twice
 
 
 @triton.constexpr_function
@@ -129,25 +166,48 @@ def _levels_asm():
 
 
 @triton.jit
-def _fast_plane(words, scale, KIND: tl.constexpr, PLANE: tl.constexpr, SCALES: tl.constexpr):
-    """NVFP4, ternary or FP8 codes as fp16 numbers: value · 2^−8 / tensor scale, exactly; without scales (SCALES 0)
-    NVFP4 and ternary points · 2^−14, and integers as they are.
+def _points(words, KIND: tl.constexpr, PLANES: tl.constexpr):
+    """The points of codes as planes of fp16 numbers: of NVFP4 and ternary times 2^−14, of FP8 times 2^−8, integers as
+    they are. words: int16, of any shape.
 
     A code's magnitude, moved to the right bits of an fp16 number, is the point times 2^−14: E2M1's exponent and
     mantissa are the low end of fp16's exponent field and the high end of its mantissa, and denormals work out too.
-    A 32-bit register holds the codes of neighbouring words, so shifts and masks make two numbers at a time.
-
-    words: int16 (NVFP4) or uint8 [T, W], four codes each (FP8: one, and no scale); scale: one of each word, fp16
-    [T, W], E4M3 scale · 2^6, or four, int32 [T, W], the E4M3 scales of its channels → fp16 [T, W].
     """
-    ASM: tl.constexpr = _fast_asm(KIND, PLANE, SCALES)
-    REGISTERS: tl.constexpr = _fast_registers(KIND, SCALES)
-    PACK: tl.constexpr = 2 if KIND == "nvfp4" or KIND == "int4" else 4
-    if SCALES == 0:
-        x = tl.inline_asm_elementwise(ASM, REGISTERS, [words], dtype=tl.float16, is_pure=True, pack=PACK)
-    else:
-        x = tl.inline_asm_elementwise(ASM, REGISTERS, [words, scale], dtype=tl.float16, is_pure=True, pack=PACK)
-    return x
+    TYPES: tl.constexpr = _types(PLANES)
+    return tl.inline_asm_elementwise(
+        _fast_asm(KIND),
+        _fast_registers(KIND),
+        [words],
+        dtype=TYPES,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _times(x, scale):
+    """x · scale in fp16, two numbers in an instruction."""
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;",
+        "=r,r,r",
+        [x, scale],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _scale_of_channel(four, CHANNEL: tl.constexpr):
+    """One of the four E4M3 scales in each number, int32, as fp16 · 2^6."""
+    return tl.inline_asm_elementwise(
+        _scale_asm(CHANNEL),
+        "=r,r,r",
+        [four],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -168,16 +228,28 @@ def _affine(code, both):
 
 
 @triton.jit
-def load_codes(p_codes, o_codes, m_token, H: tl.constexpr):
-    """The words of BLOCK_T tokens [BLOCK_T, H.block]; o_codes: int64 [BLOCK_T], where each token's codes begin."""
-    word = tl.arange(0, H.block)[None, :]
-    m_word = m_token[:, None]
+def _words_of_tokens(m_token, H: tl.constexpr, AXIS: tl.constexpr):
+    """The numbers of a token's words, and which words there are, both in the shape of a block.
+
+    AXIS: the axis of the block along which tokens lie, 0 or 1; words lie along the other.
+    """
+    word = tl.expand_dims(tl.arange(0, H.block), AXIS)
+    m_word = tl.expand_dims(m_token, 1 - AXIS)
     if H.words != H.block:
         m_word = m_word & (word < H.words)
+    return word, m_word
+
+
+@triton.jit
+def load_codes(p_codes, o_codes, m_token, H: tl.constexpr, AXIS: tl.constexpr = 0):
+    """The words of BLOCK_T tokens: [BLOCK_T, H.block], or with AXIS 1 [H.block, BLOCK_T]. o_codes: int64 [BLOCK_T],
+    where each token's codes begin."""
+    word, m_word = _words_of_tokens(m_token, H, AXIS)
+    o_codes = tl.expand_dims(o_codes, 1 - AXIS)
     if H.bits == 3:
-        words = load_bytes(p_codes + o_codes[:, None] + word * 3, m_word, 3)
+        words = load_bytes(p_codes + o_codes + word * 3, m_word, 3)
     else:
-        words = tl.load(p_codes + o_codes[:, None] + word, m_word, other=0)
+        words = tl.load(p_codes + o_codes + word, m_word, other=0)
     return words
 
 
@@ -188,25 +260,32 @@ def of_tokens(p_params, o_params, m_token):
 
 
 @triton.jit
-def _of_groups(p_token, m_token, H: tl.constexpr):
-    """The parameters of every word's group, [BLOCK_T, H.block]: scales as fp16 · 2^6, of integers scale and minimum
-    in one int32. p_token: pointers [BLOCK_T, 1] to the parameters of each token.
+def _of_groups(p_params, o_params, m_token, H: tl.constexpr, AXIS: tl.constexpr):
+    """The parameters of every word's group, in the shape of a block: scales as fp16 · 2^6, of integers scale and
+    minimum in one int32. o_params: [BLOCK_T], where those of each token begin.
 
     If groups are whole words and the token is whole groups, each group's are loaded and converted once and then
     repeated.
     """
     GROUPS: tl.constexpr = H.words * H.planes // H.group
-    REPEATED: tl.constexpr = H.words == H.block and H.group % H.planes == 0 and H.words * H.planes % H.group == 0
-    m_token = m_token[:, None]
+    REPEATED: tl.constexpr = H.words == H.block and H.words * H.planes % H.group == 0
+    tl.static_assert(H.group % H.planes == 0, "a word has one group's parameters")
+    p_token = p_params + tl.expand_dims(o_params, 1 - AXIS)
     if REPEATED:
-        x = tl.load(p_token + tl.arange(0, GROUPS)[None, :], m_token, other=0)
+        group = tl.expand_dims(tl.arange(0, GROUPS), AXIS)
+        x = tl.load(p_token + group, tl.expand_dims(m_token, 1 - AXIS), other=0)
     else:
-        word = tl.arange(0, H.block)[None, :]
-        x = tl.load(p_token + word * H.planes // H.group, m_token & (word < H.words), other=0)
+        word, m_word = _words_of_tokens(m_token, H, AXIS)
+        x = tl.load(p_token + word * H.planes // H.group, m_word & (word < H.words), other=0)
     if H.kind != "int":
         x = _scale_fp16(x)
     if REPEATED:
-        x = tl.broadcast_to(x[:, :, None], [x.shape[0], GROUPS, H.words // GROUPS]).reshape([x.shape[0], H.block])
+        TOKENS: tl.constexpr = m_token.shape[0]
+        EACH: tl.constexpr = H.words // GROUPS
+        if AXIS == 0:
+            x = tl.broadcast_to(x[:, :, None], [TOKENS, GROUPS, EACH]).reshape([TOKENS, H.block])
+        else:
+            x = tl.broadcast_to(x[:, None, :], [GROUPS, EACH, TOKENS]).reshape([H.block, TOKENS])
     return x
 
 
@@ -222,17 +301,16 @@ def planes(
     H: tl.constexpr,
     DTYPE: tl.constexpr,
     SCALED: tl.constexpr,
+    AXIS: tl.constexpr = 0,
 ):
-    """Keys or values of BLOCK_T tokens as H.planes blocks [BLOCK_T, H.block], scaled. In the fast path, keys by token
-    stay without their scales. So do TurboQuant's numbers: they stay in the rotated basis, in fp16 for 16-bit models.
+    """Keys or values of BLOCK_T tokens as H.planes blocks in the shape of `raw`, scaled. In the fast path, keys by
+    token stay without their scales. So do TurboQuant's numbers: they stay in the rotated basis, in fp16 for 16-bit
+    models.
 
-    raw: from `load_codes`. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and row of key scales
-    begin.
+    raw: from `load_codes`, with the same AXIS. o_params, o_rows: int64 [BLOCK_T], where each token's parameters and
+    row of key scales begin.
     """
-    word = tl.arange(0, H.block)[None, :]
-    m_word = m_token[:, None]
-    if H.words != H.block:
-        m_word = m_word & (word < H.words)
+    word, m_word = _words_of_tokens(m_token, H, AXIS)
     if H.kind == "plain":
         if _INTERPRETED:
             raw = raw.to(tl.float32)
@@ -242,11 +320,11 @@ def planes(
     elif is_rotated(H.kind):
         out = _levels(raw, word, H, DTYPE)
     elif H.fast and H.kind == "int":
-        out = _fast_integers(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
+        out = _fast_integers(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED, AXIS)
     elif H.fast:
-        out = _fast_floats(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED)
+        out = _fast_floats(raw, p_params, p_rows, o_params, o_rows, m_token, word, m_word, H, SCALED, AXIS)
     else:
-        out = one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE)
+        out = one_by_one(raw, p_params, p_rows, o_params, o_rows, word, m_word, tensor_scale, H, DTYPE, AXIS)
     return out
 
 
@@ -300,25 +378,26 @@ def _fast_integers(
     m_word,
     H: tl.constexpr,
     SCALED: tl.constexpr,
+    AXIS: tl.constexpr,
 ):
     """`planes` of asymmetric integers in the fast path: code · scale + minimum in fp16, or the codes as numbers."""
     PLANES: tl.constexpr = H.planes
     BITS: tl.constexpr = H.bits
-    POINTS: tl.constexpr = f"int{BITS}"
-    out = ()
+    KIND: tl.constexpr = f"int{BITS}"
+    out = _points(raw, KIND, PLANES)
     if SCALED and H.by_token:
+        affine = ()
+        p_token = p_rows + tl.expand_dims(o_rows, 1 - AXIS)
         for i in tl.static_range(PLANES):
-            both = tl.load(p_rows + o_rows[:, None] + (word * PLANES + i), m_word, other=0)
-            points = _fast_plane(raw, 0, POINTS, i, 0)
-            out = out + (_affine(points, both),)
+            both = tl.load(p_token + (word * PLANES + i), m_word, other=0)
+            affine = affine + (_affine(out[i], both),)
+        out = affine
     elif SCALED:
-        both = _of_groups(p_params + o_params[:, None], m_token, H)
+        affine = ()
+        both = _of_groups(p_params, o_params, m_token, H, AXIS)
         for i in tl.static_range(PLANES):
-            points = _fast_plane(raw, 0, POINTS, i, 0)
-            out = out + (_affine(points, both),)
-    else:
-        for i in tl.static_range(PLANES):
-            out = out + (_fast_plane(raw, 0, POINTS, i, 0),)
+            affine = affine + (_affine(out[i], both),)
+        out = affine
     return out
 
 
@@ -334,19 +413,27 @@ def _fast_floats(
     m_word,
     H: tl.constexpr,
     SCALED: tl.constexpr,
+    AXIS: tl.constexpr,
 ):
-    """`planes` of NVFP4, ternary and FP8 codes in the fast path: what `_fast_plane` makes of them."""
+    """`planes` of NVFP4, ternary and FP8 codes in the fast path: value · 2^−8 / tensor scale in fp16, exactly; of
+    NVFP4 and ternary without scales (SCALED False) points · 2^−14."""
     PLANES: tl.constexpr = H.planes
     KIND: tl.constexpr = H.kind
-    SCALES: tl.constexpr = 0 if H.kind == "fp8" or not SCALED else 4 if H.by_token else 1
-    scale = 0
-    if SCALES == 4:  # a byte each, they are one number
-        scale = tl.load(p_rows + o_rows[:, None] + word, m_word, other=0)
-    elif SCALES == 1:
-        scale = _of_groups(p_params + o_params[:, None], m_token, H)
-    out = ()
-    for i in tl.static_range(PLANES):
-        out = out + (_fast_plane(raw, scale, KIND, i, SCALES),)
+    out = _points(raw, KIND, PLANES)
+    if SCALED and H.by_token:
+        scaled = ()
+        p_token = p_rows + tl.expand_dims(o_rows, 1 - AXIS)
+        for i in tl.static_range(PLANES):
+            if i % 4 == 0:  # the scales of four channels, a byte each, are one number
+                four = tl.load(p_token + (word * (PLANES // 4) + i // 4), m_word, other=0)
+            scaled = scaled + (_times(out[i], _scale_of_channel(four, i % 4)),)
+        out = scaled
+    elif SCALED and H.kind != "fp8":
+        scaled = ()
+        scale = _of_groups(p_params, o_params, m_token, H, AXIS)
+        for i in tl.static_range(PLANES):
+            scaled = scaled + (_times(out[i], scale),)
+        out = scaled
     return out
 
 
@@ -362,6 +449,7 @@ def one_by_one(
     tensor_scale,
     H: tl.constexpr,
     DTYPE: tl.constexpr,
+    AXIS: tl.constexpr = 0,
 ):
     """`planes` in the plain path: each code is decoded in float32, scaled, and rounded to the model's type."""
     KIND: tl.constexpr = H.kind
@@ -374,9 +462,9 @@ def one_by_one(
         x = decode_code((raw >> (BITS * i)) & ((1 << BITS) - 1), KIND, BITS, "")
         if H.group > 0:
             if H.by_token:
-                p_group = p_rows + o_rows[:, None] + (word * PLANES + i) * NUMBERS
+                p_group = p_rows + tl.expand_dims(o_rows, 1 - AXIS) + (word * PLANES + i) * NUMBERS
             else:
-                p_group = p_params + o_params[:, None] + (word * PLANES // H.group) * NUMBERS
+                p_group = p_params + tl.expand_dims(o_params, 1 - AXIS) + (word * PLANES // H.group) * NUMBERS
             if KIND == "int":
                 x = x * tl.load(p_group, m_word, other=0).to(tl.float32)
                 x = x + tl.load(p_group + 1, m_word, other=0).to(tl.float32)
@@ -410,8 +498,9 @@ def times_rows(k, p_row, m_row, H: tl.constexpr):
             both = tl.broadcast_to(both[:, None, :], [GROUPS, GROUP, BLOCK_W])
             out = out + (_affine(k[i].reshape([GROUPS, GROUP, BLOCK_W]), both).reshape([GROUPS * GROUP, BLOCK_W]),)
     else:
-        scales = tl.load(p_row[:, None] + word, m_row, other=0)  # int32, four of them
         for i in tl.static_range(PLANES):
-            x = k[i].reshape([GROUPS, GROUP, BLOCK_W]) * _scale_fp16((scales >> (8 * i)) & 0xFF)[:, None, :]
+            if i % 4 == 0:  # the scales of four channels are one int32
+                four = tl.load(p_row[:, None] + (word * (PLANES // 4) + i // 4), m_row, other=0)
+            x = k[i].reshape([GROUPS, GROUP, BLOCK_W]) * _scale_fp16((four >> (8 * (i % 4))) & 0xFF)[:, None, :]
             out = out + (x.reshape([GROUPS * GROUP, BLOCK_W]),)
     return out

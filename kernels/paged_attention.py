@@ -35,8 +35,14 @@ the keys and values there. A slot holds a token's key and value side by side, 64
 (bfloat16), so a gather by slots moves whole sectors wherever they lie. Evicted tokens are in no list, so freed slots
 are never read and nothing is masked out.
 
-The g query heads of a KV head are the rows of one block, padded to 16, so that each key is read once and the products
-run on the tensor cores. The products are sums over planes (`_planes.py`) of keys and query heads.
+The g query heads of a KV head are taken together, so that each key is read once and the products run on the tensor
+cores. The products are sums over planes (`_planes.py`) of keys and query heads. There are two ways to lay them out:
+
+    query heads are the rows       S  = Q·Kᵀ [G, T]    O  = P·V   [G, W]    G is g padded to 16
+    tokens are the rows (SWAPPED)  Sᵀ = K·Qᵀ [T, G]    Oᵀ = Vᵀ·Pᵀ [W, G]    G is g padded to 8
+
+The second has less padding, so less is computed. `README.md` draws both. Logits and weights are blocks of tokens and
+heads in either order: `_as_tokens` and `_as_heads` shape vectors to fit, and TOKENS is the axis of the tokens.
 
 Keys by token share their scales within a group of tokens. Blocks begin where groups do, and the scales of a group are
 read and converted once (`times_rows`). If evictions have left tokens of several groups side by side, each token reads
@@ -47,8 +53,8 @@ instead (`_rotation.py`). A key's scale multiplies its logit, a value's scale it
 basis, and each part's sum is rotated back once, before parts are merged.
 
 Bound: memory, the lanes' codes and scales, once. For each token and lane these are 512 bytes in bfloat16 at D = 128,
-and 4 bytes for its place. 4·16·D operations for each token and lane (16 rows, of which g are real) are far below the
-rate of the tensor cores.
+and 4 bytes for its place. 4·G·D operations for each token and lane, of which g/G are useful, are far below the rate
+of the tensor cores.
 """
 
 from __future__ import annotations
@@ -70,12 +76,13 @@ from minithink.kernels._layout import Cache, Half, Reading, Store, cache, exampl
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
     PLAIN_NUMBERS,
+    Program,
     in_parts,
     merge,
     most_parts,
     of_format,
     part_length,
-    shape_of_program,
+    program_of,
     unit_of_lane,
 )
 from minithink.kernels._planes import FAST_FACTOR, load_codes, of_tokens, planes, times_rows
@@ -84,6 +91,7 @@ from minithink.kernels._rotation import is_rotated, rotate_rows
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
 _LARGEST_FP16 = tl.constexpr(65504.0)
+RING = Program(16, 4, 3)  # of the tokens in the ring
 
 
 class Memory(NamedTuple):
@@ -142,6 +150,7 @@ def _attend(
     IN_RING: tl.constexpr,
     SEEN: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    SWAPPED: tl.constexpr,
 ):
     """One part of one lane: flash attention of the query heads of one KV head over `part_length` tokens.
 
@@ -161,10 +170,13 @@ def _attend(
     p_k_scale, p_v_scale: float32 [L, B], tensor scales of this format.
     p_ring: [L, B, Hkv, R, 2, D].
     rows: B, the store's rows.
+    SWAPPED: tokens are the rows of products, not query heads; never in the ring.
     """
     if C.overlap:
         tl.extra.cuda.gdc_launch_dependents()  # `_merge` may start now; it waits on the GPU for the parts
     DTYPE: tl.constexpr = C.dtype
+    TOKENS: tl.constexpr = 0 if SWAPPED else 1  # the axis of tokens in logits and weights
+    BLOCK_G: tl.constexpr = _padded(C.group, SWAPPED)
     # Blocks begin where groups of keys by token do.
     GROUPED: tl.constexpr = K.fast and K.by_token and BLOCK_T % K.group == 0
     tl.static_assert(
@@ -186,7 +198,7 @@ def _attend(
         return
 
     # The query heads of the KV head, and the factor that makes their products base-2 logits.
-    group = tl.arange(0, C.block_g)
+    group = tl.arange(0, BLOCK_G)
     m_head = group < C.group
     head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
     q, factor = _read_query(p_q, head, m_head, C, K)
@@ -200,9 +212,9 @@ def _attend(
     values = Memory(p_v, p_v_params, p_v_params, p_row_of, lane, v_scale)
 
     # The running softmax, in base 2: the largest logit, the sum of the weights, the sum of the weighted values.
-    top = tl.full([C.block_g], float("-inf"), tl.float32)
-    total = tl.full([C.block_g], 0.0, tl.float32)
-    acc = _no_values(C, V)
+    top = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    total = tl.full([BLOCK_G], 0.0, tl.float32)
+    acc = _no_values(BLOCK_G, V, TOKENS)
     first = start
     if GROUPED:
         first = _begin_of_group(p_place, p_row_of, start, end, K)
@@ -223,39 +235,59 @@ def _attend(
         else:
             tile = _find_pages(place, held, C)
             if GROUPED:
-                s = _grouped_logits(q, keys, tile, K, DTYPE)
+                s = _grouped_logits(q, keys, tile, K, DTYPE, TOKENS)
             else:
                 k = _read_keys(keys, tile, K, DTYPE)
-            v = _read_values(values, tile, V, DTYPE)
+            v = _read_values(values, tile, V, DTYPE, 1 - TOKENS)
         if not GROUPED:
-            s = _logits(q, k, K)
+            s = _logits(q, k, K, TOKENS)
         if is_rotated(K.kind):
-            s = s * of_tokens(keys.params, _beside_codes(keys, tile, K), held)[None, :]
-        s = tl.where(held[None, :], s * factor, float("-inf"))
+            scale = of_tokens(keys.params, _beside_codes(keys, tile, K), held)
+            s = s * _as_tokens(scale, TOKENS)
+        s = tl.where(_as_tokens(held, TOKENS), s * _as_heads(factor, TOKENS), float("-inf"))
         column = t
         if SEEN == "logits" and FORMATS > 0:
             column = tl.load(p_column + t, held, other=0)
-        o_seen = head[:, None] * (width - 1) + column[None, :]
+        o_seen = _as_heads(head, TOKENS) * (width - 1) + _as_tokens(column, TOKENS)
+        m_seen = _as_heads(m_head, TOKENS) & _as_tokens(held, TOKENS)
         if SEEN == "logits":
-            tl.store(p_seen + o_seen, s, m_head[:, None] & held[None, :])
+            tl.store(p_seen + o_seen, s, m_seen)
 
         # Update the softmax, and add the values.
-        p, rescale, top = _weights(s, top)
-        total = total * rescale + tl.sum(p, 1)
+        p, rescale, top = _weights(s, top, TOKENS)
+        total = total * rescale + tl.sum(p, TOKENS)
         if SEEN == "relative":
-            tl.store(p_seen + o_seen, p, m_head[:, None] & held[None, :])
+            tl.store(p_seen + o_seen, p, m_seen)
             tl.store(p_top + head * tl.cdiv(width - 1, BLOCK_T) + t0 // BLOCK_T, top, m_head)
         if is_rotated(V.kind):
-            p = p * of_tokens(values.params, _beside_codes(values, tile, V), held)[None, :]
+            p = p * _as_tokens(of_tokens(values.params, _beside_codes(values, tile, V), held), TOKENS)
             if v[0].dtype == tl.float16:
                 p = tl.minimum(p, _LARGEST_FP16)
-        acc = _add_values(acc, rescale, p, v, V)
+        acc = _add_values(acc, rescale, p, v, V, TOKENS)
 
     # The part's output and its log-sum-exp.
     scale = _scale_of_output(total, v_scale, V)
     o_part = head * parts + first_part + i_part
-    _write_output(p_parts, o_part, acc, scale, m_head, C, V)
+    _write_output(p_parts, o_part, acc, scale, m_head, C, V, TOKENS)
     tl.store(p_part_lse + o_part, top + tl.log2(total), m_head)
+
+
+@triton.constexpr_function
+def _padded(group, swapped):
+    """The query heads of a block: a tensor core multiplies at least 16 rows by 8 columns."""
+    return max(8 if swapped else 16, 1 << (group - 1).bit_length())
+
+
+@triton.jit
+def _as_tokens(x, TOKENS: tl.constexpr):
+    """A vector of tokens, [T], in the shape of a block of tokens and heads."""
+    return tl.expand_dims(x, 1 - TOKENS)
+
+
+@triton.jit
+def _as_heads(x, TOKENS: tl.constexpr):
+    """A vector of query heads, [G], in the shape of a block of tokens (or channels) and heads."""
+    return tl.expand_dims(x, TOKENS)
 
 
 @triton.jit
@@ -295,7 +327,7 @@ def _tokens_of_part(i_part, count, C: tl.constexpr, IN_RING: tl.constexpr):
 
 @triton.jit
 def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
-    """The query heads of a group by planes, and the factor of their logits: float32 [G, 1].
+    """The query heads of a group by planes, [G, H.block] each, and the factor of their logits: float32 [G].
 
     For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits;
     so do rotated queries of 16-bit models.
@@ -310,17 +342,17 @@ def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
         if _INTERPRETED:
             x = x.to(tl.float32)
         q = q + (x,)
-    factor = tl.full([C.block_g, 1], 1.0, tl.float32)
+    factor = tl.full([head.shape[0]], 1.0, tl.float32)
     if HALF:
         largest = tl.max(tl.abs(q[0].to(tl.float32)), 1)
         for i in tl.static_range(1, PLANES):
             largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
         # the power of two at or below the largest
-        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)[:, None]
+        power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.where((power > 0) & (power < 1e38), power, 1.0)
         small = ()
         for i in tl.static_range(PLANES):
-            small = small + ((q[i].to(tl.float32) / factor).to(tl.float16),)
+            small = small + ((q[i].to(tl.float32) / factor[:, None]).to(tl.float16),)
         q = small
         if H.fast and H.kind != "int" and not is_rotated(H.kind):
             factor = factor * FAST_FACTOR
@@ -366,10 +398,10 @@ def _read_ring(p_ring, o_lane, place, held, C: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def _load_words(memory, tile, H: tl.constexpr):
-    """The words of codes of a Tile's tokens: [T, H.block]."""
+def _load_words(memory, tile, H: tl.constexpr, AXIS: tl.constexpr):
+    """The words of codes of a Tile's tokens: [T, H.block], with AXIS 1 [H.block, T]."""
     o_codes = tile.page * H.page + (tile.slot * H.slot + memory.lane * H.lane + H.start)
-    return load_codes(memory.codes, o_codes, tile.held, H)
+    return load_codes(memory.codes, o_codes, tile.held, H, AXIS)
 
 
 @triton.jit
@@ -391,84 +423,111 @@ def _read_keys(keys, tile, H: tl.constexpr, DTYPE: tl.constexpr):
     o_row = tile.page  # is not read, unless keys are by token
     if H.by_token:
         _, o_row = _row_of_scales(keys, tile, H)
-    raw = _load_words(keys, tile, H)
+    raw = _load_words(keys, tile, H, 0)
     o_params = _beside_codes(keys, tile, H)
     return planes(raw, keys.params, keys.rows, o_params, o_row, tile.held, keys.tensor_scale, H, DTYPE, True)
 
 
 @triton.jit
-def _read_values(values, tile, H: tl.constexpr, DTYPE: tl.constexpr):
-    """The values of a Tile's tokens, by planes: [T, H.block] each."""
-    raw = _load_words(values, tile, H)
+def _read_values(values, tile, H: tl.constexpr, DTYPE: tl.constexpr, AXIS: tl.constexpr):
+    """The values of a Tile's tokens, by planes: [T, H.block] each, with AXIS 1 [H.block, T].
+
+    They are loaded in this shape. A block that is transposed behind its load is no longer loaded ahead (`cp.async`).
+    """
+    raw = _load_words(values, tile, H, AXIS)
     o_params = _beside_codes(values, tile, H)
     o_row = tile.page  # is not read
-    return planes(raw, values.params, values.rows, o_params, o_row, tile.held, values.tensor_scale, H, DTYPE, True)
+    return planes(
+        raw,
+        values.params,
+        values.rows,
+        o_params,
+        o_row,
+        tile.held,
+        values.tensor_scale,
+        H,
+        DTYPE,
+        True,
+        AXIS,
+    )
 
 
 @triton.jit
-def _logits(q, k, H: tl.constexpr):
-    """Σ over planes of q · kᵀ: float32 [G, T]."""
+def _logits(q, k, H: tl.constexpr, TOKENS: tl.constexpr):
+    """Σ over planes of q · kᵀ, float32 [G, T]; if tokens are the rows, of k · qᵀ, [T, G]."""
     PLANES: tl.constexpr = H.planes
-    s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
-    for i in tl.static_range(1, PLANES):
-        s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
+    if TOKENS == 0:
+        s = tl.dot(k[0], tl.trans(q[0]), input_precision="ieee")
+        for i in tl.static_range(1, PLANES):
+            s = tl.dot(k[i], tl.trans(q[i]), s, input_precision="ieee")
+    else:
+        s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
+        for i in tl.static_range(1, PLANES):
+            s = tl.dot(q[i], tl.trans(k[i]), s, input_precision="ieee")
     return s
 
 
 @triton.jit
-def _grouped_logits(q, keys, tile, H: tl.constexpr, DTYPE: tl.constexpr):
-    """q · kᵀ for keys by token, float32 [G, T]: with the scales of each group, or with each token's own scales if
+def _grouped_logits(q, keys, tile, H: tl.constexpr, DTYPE: tl.constexpr, TOKENS: tl.constexpr):
+    """`_logits` for keys by token: with the scales of each group, or with each token's own scales if
     evictions have left tokens of several groups in one place."""
     number, o_row = _row_of_scales(keys, tile, H)
-    raw = _load_words(keys, tile, H)
+    raw = _load_words(keys, tile, H, 0)
     numbers = number.reshape([raw.shape[0] // H.group, H.group])
     common = tl.max(numbers, 1)  # the row of scales that all tokens of a group share, if none was evicted
     strange = (numbers != common[:, None]) & (numbers >= 0)
     if tl.max(tl.max(strange.to(tl.int32), 1), 0) > 0:
         k = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, True)
-        s = _logits(q, k, H)
+        s = _logits(q, k, H, TOKENS)
     else:
         points = planes(raw, keys.rows, keys.rows, o_row, o_row, tile.held, 1.0, H, DTYPE, False)
         o_common = common.to(tl.int64) * H.row + keys.lane * H.row_lane
         k = times_rows(points, keys.rows + o_common, common >= 0, H)
-        s = _logits(q, k, H)
+        s = _logits(q, k, H, TOKENS)
     return s
 
 
 @triton.jit
-def _weights(s, top):
+def _weights(s, top, TOKENS: tl.constexpr):
     """A step of the running softmax in base 2.
 
-    s: [G, T], logits, −∞ without a token; top: [G], the largest logit of the blocks before, −∞ before the first.
+    s: logits, −∞ without a token; top: [G], the largest logit of the blocks before, −∞ before the first.
 
-    Returns exp2(s − new top) [G, T], the factor that earlier sums get [G] (0 for the empty sum), and the new top.
+    Returns exp2(s − new top), the factor that earlier sums get [G] (0 for the empty sum), and the new top.
     """
-    new = tl.maximum(top, tl.max(s, 1))
+    new = tl.maximum(top, tl.max(s, TOKENS))
     shift = tl.where(new == float("-inf"), 0.0, new)
-    p = tl.exp2(s - shift[:, None])
+    p = tl.exp2(s - _as_heads(shift, TOKENS))
     rescale = tl.exp2(top - shift)
     return p, rescale, new
 
 
 @triton.jit
-def _no_values(C: tl.constexpr, H: tl.constexpr):
-    """The sum of no values, by planes: float32 zeros [G, H.block] each."""
+def _no_values(BLOCK_G: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr):
+    """The sum of no values, by planes: float32 zeros [G, H.block] each, or [H.block, G]."""
     PLANES: tl.constexpr = H.planes
     acc = ()
     for _ in tl.static_range(PLANES):
-        acc = acc + (tl.full([C.block_g, H.block], 0.0, tl.float32),)
+        if TOKENS == 0:
+            acc = acc + (tl.full([H.block, BLOCK_G], 0.0, tl.float32),)
+        else:
+            acc = acc + (tl.full([BLOCK_G, H.block], 0.0, tl.float32),)
     return acc
 
 
 @triton.jit
-def _add_values(acc, rescale, p, v, H: tl.constexpr):
-    """acc · rescale + p · v, by planes: float32 [G, H.block] each."""
+def _add_values(acc, rescale, p, v, H: tl.constexpr, TOKENS: tl.constexpr):
+    """acc · rescale + p · v, by planes: float32 [G, H.block] each. If tokens are the rows of p, channels are those of
+    the sums: acc · rescale + v · p, [H.block, G]."""
     PLANES: tl.constexpr = H.planes
     sums = ()
     for i in tl.static_range(PLANES):
         weights = p.to(v[i].dtype)
-        scaled = acc[i] * rescale[:, None]
-        sums = sums + (tl.dot(weights, v[i], scaled, input_precision="ieee"),)
+        scaled = acc[i] * _as_heads(rescale, TOKENS)
+        if TOKENS == 0:
+            sums = sums + (tl.dot(v[i], weights, scaled, input_precision="ieee"),)
+        else:
+            sums = sums + (tl.dot(weights, v[i], scaled, input_precision="ieee"),)
     return sums
 
 
@@ -485,14 +544,14 @@ def _scale_of_output(total, v_scale, H: tl.constexpr):
 
 
 @triton.jit
-def _write_output(p_parts, o_part, acc, scale, m_head, C: tl.constexpr, H: tl.constexpr):
+def _write_output(p_parts, o_part, acc, scale, m_head, C: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr):
     """Write acc · scale, plane by plane. o_part: int64 [G], where the part of each query head lies."""
     PLANES: tl.constexpr = H.planes
-    word = tl.arange(0, H.block)[None, :]
-    m_out = m_head[:, None] & (word < H.words)
+    word = tl.expand_dims(tl.arange(0, H.block), 1 - TOKENS)
+    m_out = _as_heads(m_head, TOKENS) & (word < H.words)
     for i in tl.static_range(PLANES):
-        o_out = o_part[:, None] * C.dim + word * H.planes + i
-        tl.store(p_parts + o_out, acc[i] * scale[:, None], m_out)
+        o_out = _as_heads(o_part, TOKENS) * C.dim + word * H.planes + i
+        tl.store(p_parts + o_out, acc[i] * _as_heads(scale, TOKENS), m_out)
 
 
 @dataclass(frozen=True)
@@ -505,8 +564,7 @@ class _Launch:
     values: Half
     memory: Sequence[Tensor]  # codes of keys and values, parameters of both, rows of key scales
     parts: int  # of a lane
-    block: int  # tokens of a block
-    options: dict[str, int]  # of Triton
+    program: Program
 
 
 def paged_attention(
@@ -609,8 +667,9 @@ def paged_attention(
             FORMATS=several,
             IN_RING=one.number == len(formats),
             SEEN=seen,
-            BLOCK_T=one.block,
-            **one.options,
+            BLOCK_T=one.program.block,
+            SWAPPED=one.program.swapped,
+            **one.program.options,
         )
         if is_rotated(one.values.kind):
             own = part[:, :, one.number * in_format :][:, :, :in_format]
@@ -643,7 +702,7 @@ def paged_attention(
         c=constants,
         group=group,
         how=seen,
-        block=work[len(formats) - 1].block,
+        block=work[len(formats) - 1].program.block,
         seen=lists.columns_read,
         into=read.into,
     )
@@ -675,16 +734,15 @@ def _of_format(store: Store, number: int, dtype: torch.dtype, c: Cache, lanes: i
     f = sorted(store.slots.used)[number]
     keys = half(store, f, "k", dtype)
     values = half(store, f, "v", dtype)
-    block, options = shape_of_program(c, keys, values, lanes)
     memory = words(store, f, keys, values)
-    return _Launch(number, f, keys, values, memory, parts, block, options)
+    return _Launch(number, f, keys, values, memory, parts, program_of(c, keys, values, lanes))
 
 
 def _of_ring(store: Store, number: int, c: Cache) -> _Launch:
     """The launch for the tokens of the ring. Codes and parameters are not read."""
     numbers = ring_half(c)
     memory = [store.ring] * 5
-    return _Launch(number, 0, numbers, numbers, memory, parts=1, block=16, options={"num_warps": 4})
+    return _Launch(number, 0, numbers, numbers, memory, parts=1, program=RING)
 
 
 _SIGNATURE = {
@@ -725,12 +783,12 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
         (plain, plain, "*bf16", "*u8"),
         (nvfp4, nvfp4, "*i16", "*u8"),
         (example("nvfp4", 4, dim, by_token=True), nvfp4, "*i16", "*u8"),
-        (ternary, ternary, "*u8", "*u8"),
-        (example("ternary", 2, dim, by_token=True), ternary, "*u8", "*u8"),
+        (ternary, ternary, "*i16", "*u8"),
+        (example("ternary", 2, dim, by_token=True), ternary, "*i16", "*u8"),
         (int4, int4, "*i16", "*i32"),
-        (example("int", 2, dim, by_token=True), int2, "*u8", "*i32"),
+        (example("int", 2, dim, by_token=True), int2, "*i16", "*i32"),
         (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
-        (fp8, fp8, "*u8", "*u8"),
+        (fp8, fp8, "*i16", "*u8"),
         (tq4, tq4, "*i16", "*fp16"),
         *((x, x, "*u8", "*fp16") for x in rotated),
     ]
@@ -739,7 +797,7 @@ def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
 def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, params: str) -> Iterator[Variant]:
     """The variants of one format: alone, and for some formats beside others, with the ring, or with mass."""
     overlap = (dim, lanes) == (128, 8)
-    c = Cache(2, 4, 16, dim, 1, 2, 1, 16, 32, "bf16", _parts.base(lanes), _parts.SHORT, 128, overlap)
+    c = Cache(2, 4, dim, 1, 2, 1, 16, 32, "bf16", _parts.base(lanes), _parts.SHORT, 128, overlap)
     signature = {name: kind for kind, names in _SIGNATURE.items() for name in names}
     signature |= dict.fromkeys(("p_k", "p_v"), codes)
     signature |= dict.fromkeys(("p_k_params", "p_v_params", "p_k_rows"), params)
@@ -748,7 +806,6 @@ def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, para
     if is_rotated(k.kind):
         signature["p_q"] = "*fp32"
         signature["p_k_rows"] = "*u8"
-    block, options = shape_of_program(c, k, v, lanes)
 
     # (formats that lists are sorted by, whether it is the ring, SEEN); keys by token come with a ring
     ways = [(int(k.by_token), False, "")]
@@ -757,6 +814,7 @@ def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, para
     if (dim, lanes) == (128, 512) and k.kind == "plain":
         ways += [(0, False, "relative"), (2, True, "logits")]
     for formats, ring, seen in ways:
+        program = RING if ring else program_of(c, k, v, lanes)
         constexprs = {
             "C": c,
             "K": k,
@@ -765,13 +823,14 @@ def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, para
             "FORMATS": formats,
             "IN_RING": ring,
             "SEEN": seen,
-            "BLOCK_T": 16 if ring else block,
+            "BLOCK_T": program.block,
+            "SWAPPED": program.swapped,
         }
         noted = {"p_seen": "*fp16" if seen == "relative" else "*fp32"}
         yield Variant(
             kernel=_attend,
             signature=signature | noted,
             constexprs=constexprs,
-            options={"num_warps": 4} if ring else options,
+            options=program.options,
             arch=90 if overlap else 80,
         )

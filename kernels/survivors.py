@@ -424,7 +424,7 @@ def variants() -> Iterator[Variant]:
         {"num_warps": 1},
     )
     for dim in (64, 128):
-        c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, "bf16")
+        c = Cache(8, 4, dim, 1, 0, 1, 16, 16, "bf16")
         for k, codes in (
             (example("plain", 16, dim, fast=False), "*bf16"),
             (example("nvfp4", 4, dim, True, False), "*u8"),

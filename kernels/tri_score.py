@@ -350,7 +350,7 @@ def variants() -> Iterator[Variant]:
     at |= {"*i32": "p_place p_row_of", "*fp32": "p_score p_query p_weight p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
     for dim in (64, 128):
-        c = Cache(8, 4, 16, dim, 1, 0, 1, 16, 16, "bf16")
+        c = Cache(8, 4, dim, 1, 0, 1, 16, 16, "bf16")
         for k, codes, params in (
             (example("plain", 16, dim, fast=False), "*bf16", "*u8"),
             (example("nvfp4", 4, dim, True, False), "*u8", "*u8"),

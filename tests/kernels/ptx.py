@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,8 +18,8 @@ def instructions(asm: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(".reg")]
 
 
-def run(asm: str, given: Mapping[str, int]) -> list[int]:
-    """What the registers $0 to $3 hold behind the last instruction; −1 for one that nothing has written.
+def run(asm: str, given: Mapping[str, int], outputs: int = 4) -> list[int]:
+    """What the registers $0, $1, … hold behind the last instruction; −1 for one that nothing has written.
 
     given: what registers hold before the first one.
     """
@@ -42,6 +43,8 @@ def run(asm: str, given: Mapping[str, int]) -> list[int]:
             value = x[0] << x[1]
         elif operation == "shr":
             value = x[0] >> x[1]
+        elif name.endswith("f16x2"):
+            value = of_halves(operation, x[0], x[1])
         elif operation == "sub":
             value = x[0] - x[1]
         elif operation == "lop3":
@@ -51,7 +54,14 @@ def run(asm: str, given: Mapping[str, int]) -> list[int]:
             assert operation == "prmt"
             value = prmt(*x)
         held[to] = value & ALL
-    return [held.get(f"${i}", -1) for i in range(4)]
+    return [held.get(f"${i}", -1) for i in range(outputs)]
+
+
+def of_halves(operation: str, x: int, y: int) -> int:
+    """The product or the difference of two pairs of fp16 numbers, rounded to fp16."""
+    pairs = zip(struct.unpack("<2e", struct.pack("<I", x)), struct.unpack("<2e", struct.pack("<I", y)), strict=True)
+    results = [a * b if operation == "mul" else a - b for a, b in pairs]
+    return int(struct.unpack("<I", struct.pack("<2e", *results))[0])
 
 
 def prmt(low: int, high: int, selector: int) -> int:

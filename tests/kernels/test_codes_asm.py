@@ -1,4 +1,4 @@
-"""The PTX that makes fp16 of NVFP4 codes, run by hand: the kernels' blocks, and the one of kernels/README.md.
+"""The PTX that makes fp16 of codes, run by hand: the kernels' blocks, and the one of kernels/README.md.
 
 To run it alone: pytest tests/kernels/test_codes_asm.py
 """
@@ -7,81 +7,73 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
 
 import pytest
+import torch
 
 from minithink.kernels import _planes
+from minithink.kernels._planes import planes_of_word
 from minithink.results.origin import ROOT
 from tests.kernels.ptx import instructions, run, text_of
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-POINTS = [*MAGNITUDES, *(-x for x in MAGNITUDES)]
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+# The number of every code, and the power of two that the kernels leave over.
+POINTS: dict[str, tuple[list[float], float]] = {
+    "nvfp4": ([*MAGNITUDES, *(-x for x in MAGNITUDES)], 2**-14),
+    "ternary": ([0.0, 1.0, -0.0, -1.0], 2**-14),
+    "fp8": (E4M3, 2**-8),
+    "int2": ([float(i) for i in range(4)], 1.0),
+    "int4": ([float(i) for i in range(16)], 1.0),
+    "int8": ([float(i) for i in range(256)], 1.0),
+}
 README = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")
 
 
-def of_the_readme(c: int) -> list[int]:
-    """The four planes of two words, by the block of the page."""
-    return run(block_of_the_readme(), {"c": c})
-
-
-def block_of_the_readme() -> str:
-    [block] = re.findall(r"```ptx\n(.*?)```", README, re.DOTALL)
-    return str(block)
-
-
-def of_the_kernels(c: int) -> list[int]:
-    """The same by the kernels, which make plane after plane."""
-    return [run(block_of_the_kernels(plane), {"$1": c})[0] for plane in range(4)]
-
-
-def block_of_the_kernels(plane: int) -> str:
-    return text_of(_planes._fast_asm("nvfp4", plane, 0))
-
-
-@pytest.mark.parametrize("planes", [of_the_readme, of_the_kernels])
 @pytest.mark.parametrize("other", [0x0000, 0xFFFF, 0x5A3C])
-def test_a_plane_is_the_points_times_a_power_of_two(planes: Callable[[int], list[int]], other: int) -> None:
-    """A word of four codes beside another word, in the low and in the high half of the register."""
+@pytest.mark.parametrize("kind", POINTS)
+def test_a_plane_is_the_points_times_a_power_of_two(kind: str, other: int) -> None:
+    """A word beside another word, in the low and in the high half of the register."""
+    asm = text_of(_planes._fast_asm(kind))
+    planes = planes_of_word(kind)
+    points, factor = POINTS[kind]
+    bits = 16 // planes
     for word in range(0, 1 << 16, 37):
         for both in (word | other << 16, other | word << 16):
-            for plane, numbers in enumerate(planes(both)):
+            for plane, numbers in enumerate(run(asm, {f"${planes}": both}, planes)):
                 for half in range(2):
-                    bits = numbers >> 16 * half & 0xFFFF
-                    code = both >> 16 * half + 4 * plane & 15
-                    want = struct.pack("<e", POINTS[code] * 2**-14)
-                    assert struct.pack("<H", bits) == want, f"{both:08x}: plane {plane}"
+                    code = both >> 16 * half + bits * plane & (1 << bits) - 1
+                    if points[code] == points[code]:  # E4M3 has NaN, which no token is stored as
+                        want = struct.pack("<e", points[code] * factor)
+                        got = struct.pack("<H", numbers >> 16 * half & 0xFFFF)
+                        assert got == want, f"{both:08x}: plane {plane}"
 
 
-def test_there_are_as_many_instructions_as_the_readme_says() -> None:
-    """Eleven in its own block, fifteen in those of the kernels: moves and shifts by 0 do not count."""
-    assert len(instructions(block_of_the_readme())) == 11
-    kernels = [line for plane in range(4) for line in instructions(block_of_the_kernels(plane))]
-    work = [line for line in kernels if not line.startswith("mov") and not line.endswith(", 0")]
-    assert len(work) == 15
+@pytest.mark.parametrize("channel", range(4))
+def test_scales_of_a_channel_are_those_of_two_words(channel: int) -> None:
+    """In fp16, times 2^6; the other channels' scales are different ones."""
+    asm = text_of(_planes._scale_asm(channel))
+    for code in range(0x7F):
+        first = 0x5A3C2D1E & ~(0xFF << 8 * channel) | code << 8 * channel
+        second = 0x01234567 & ~(0xFF << 8 * channel) | (0x7E - code) << 8 * channel
+        [got] = run(asm, {"$1": first, "$2": second}, outputs=1)
+        assert struct.pack("<I", got) == struct.pack("<2e", E4M3[code] * 2**6, E4M3[0x7E - code] * 2**6)
 
 
-PLANES = {"nvfp4": 4, "ternary": 4, "fp8": 1, "int2": 4, "int4": 4, "int8": 1}
+def test_the_readme_shows_the_block_of_nvfp4() -> None:
+    """The same eleven instructions, where $4 is called c."""
+    [block] = re.findall(r"```ptx\n(.*?)```", README, re.DOTALL)
+    kernel = instructions(text_of(_planes._fast_asm("nvfp4")).replace("$4", "c"))
+    assert instructions(block) == kernel
+    assert len(kernel) == 11
 
 
-@pytest.mark.parametrize("scales", [0, 1, 4])  # none, one of a word, one of a channel
-@pytest.mark.parametrize("kind", PLANES)
-def test_an_output_that_is_written_early_has_a_register_of_its_own(kind: str, scales: int) -> None:
-    """Else the compiler may put it into the register of an input that is still to be read."""
-    if scales and kind not in ("nvfp4", "ternary"):
-        return  # codes of the others get their scales outside
-    constraints = text_of(_planes._fast_registers(kind, scales)).split(",")
-    outputs = [i for i, own in enumerate(constraints) if own.startswith("=")]
-    assert constraints[len(outputs) :] == ["r"] * (len(constraints) - len(outputs))
-    for plane in range(PLANES[kind]):
-        lines = instructions(text_of(_planes._fast_asm(kind, plane, scales)))
-        assert registers(lines) == set(range(len(constraints))), "every register is used"
-        for i in outputs:
-            written = min(at for at, line in enumerate(lines) if line.split()[1] == f"${i},")
-            read_later = registers(lines[written + 1 :]) - set(outputs)
-            assert bool(read_later) == ("&" in constraints[i])
-
-
-def registers(lines: list[str]) -> set[int]:
-    """The numbers of those that instructions name."""
-    return {int(number) for number in re.findall(r"\$(\d+)", " ".join(lines))}
+@pytest.mark.parametrize("kind", POINTS)
+def test_outputs_have_registers_of_their_own(kind: str) -> None:
+    """Some are written before the codes are read for the last time. Without the & the compiler may put them into the
+    register of the codes."""
+    planes = planes_of_word(kind)
+    assert text_of(_planes._fast_registers(kind)).split(",") == ["=&r"] * planes + ["r"]
+    lines = instructions(text_of(_planes._fast_asm(kind)))
+    named = {int(number) for number in re.findall(r"\$(\d+)", " ".join(lines))}
+    assert named == set(range(planes + 1)), "every register is used"

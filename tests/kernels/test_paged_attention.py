@@ -16,6 +16,7 @@ from torch import Tensor
 from minithink.backend import REFERENCE
 from minithink.kernels import _parts
 from minithink.kernels._layout import Cache
+from minithink.kernels._parts import Program
 from minithink.kernels.by_format import by_format
 from minithink.kernels.paged_attention import paged_attention
 from minithink.kv.contract import SCOPES, Scope, Storage
@@ -33,13 +34,23 @@ DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.flo
 BACKEND = replace(REFERENCE, by_format=by_format)  # lists are sorted as in a step
 
 
+PROGRAMS = ("PLAIN", "SLOW", "MANY", "MANY_WIDE", "FEW")
+
 # What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
 # 300 is cut as lanes of 10,000 are; parts are whole blocks.
 CUTS: dict[str, dict[str, Any]] = {
     "few lanes": {"PARTS": ((0, 128),), "MANY_LANES": 10**6},
     "many": {"PARTS": ((0, 512),), "MANY_LANES": 0},
-    "long": {"PARTS": ((0, 16),), "SHORT": 16} | dict.fromkeys(("LARGE", "MEDIUM", "SMALL"), (16, 1, 3)),
+    "long": {"PARTS": ((0, 16),), "SHORT": 16} | dict.fromkeys(PROGRAMS, Program(16, 1, 3)),
 }
+
+
+def cut_as(patch: pytest.MonkeyPatch, cut: str, swapped: bool | None = None) -> None:
+    """Cut lanes in one of these ways, and lay out products in this way; None: as the format's program does."""
+    for constant, value in CUTS[cut].items():
+        patch.setattr(_parts, constant, value)
+    for name in PROGRAMS if swapped is not None else ():
+        patch.setattr(_parts, name, getattr(_parts, name)._replace(swapped=swapped))
 
 
 @pytest.mark.parametrize("name", sorted(STORAGES))
@@ -54,6 +65,7 @@ CUTS: dict[str, dict[str, Any]] = {
     spread=st.sampled_from([1e-2, 1.0, 4.0]),
     some=st.booleans(),
     cut=st.sampled_from(sorted(CUTS)),
+    swapped=st.sampled_from([None, False, True]),
     seed=st.integers(0, 999),
 )
 def test_equals_its_twin(
@@ -67,10 +79,11 @@ def test_equals_its_twin(
     spread: float,
     some: bool,
     cut: str,
+    swapped: bool | None,
     seed: int,
 ) -> None:
     """Every format in any scope, empty lanes, slots used again, NaN in every slot that is free; lanes cut as many
-    are, as few are, or as very long ones."""
+    are, as few are, or as very long ones; query heads as rows of products, or as columns."""
     kv_heads, g = heads
     dim = 128 if rotated(STORAGES[name]) and dim == 96 else dim
     store = filled(
@@ -93,8 +106,7 @@ def test_equals_its_twin(
     want, want_mass = ref.paged_attention(q, Reading(store, rows), layer, group)
     store.pages.backend = BACKEND
     with pytest.MonkeyPatch.context() as patch:
-        for constant, value in CUTS[cut].items():
-            patch.setattr(_parts, constant, value)
+        cut_as(patch, cut, swapped)
         got, mass = paged_attention(q, Reading(store, rows), layer, group)
     # A logit's rounding is relative to the logit, and becomes a relative error of its probability.
     near = TOLERANCE[dtype] * max(1, 2 * spread)
@@ -111,8 +123,7 @@ def test_lanes_of_every_length_are_whole(
 ) -> None:
     """Whatever the length of the parts: some tens of tokens, or some hundreds in parts eight times as long; merged at
     once, or one after the other."""
-    for constant, value in CUTS["long"].items():
-        monkeypatch.setattr(_parts, constant, value)
+    cut_as(monkeypatch, "long")
     if merged:
         monkeypatch.setattr(_parts, "MERGED", merged)
     store = filled(STORAGES["plain"], "head", [prompt], steps=1, seed=2)
@@ -122,10 +133,14 @@ def test_lanes_of_every_length_are_whole(
     assert_close("out", got, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("name", ["thoughts", "thoughts-by-token", "thoughts-rotated"])
-def test_formats_side_by_side_after_many_evictions(name: str, group: str | None) -> None:
+def test_formats_side_by_side_after_many_evictions(
+    name: str, group: str | None, swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In every lane several formats and a ring, here and there without a token of one of them."""
+    cut_as(monkeypatch, "few lanes", swapped)
     held = _several(name, group)
     assert ((held > 0).sum(-1) > 2).any()
     assert ((held == 0).any((0, 1, 2)) & (held > 0).any((0, 1, 2))).any()
@@ -162,8 +177,7 @@ def test_a_graph_gives_what_single_launches_give(
     name: str, group: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, replay after replay: its branches write apart, and the merge waits for all of them."""
-    for constant, value in CUTS["many"].items():
-        monkeypatch.setattr(_parts, constant, value)
+    cut_as(monkeypatch, "many")
     store = filled(STORAGES[name], "layer", [90, 3, 40], layers=2, steps=47, keep=0.4, seed=5)
     store.pages.backend = BACKEND
     read = Reading(store)
@@ -202,8 +216,7 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
 def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane of several parts gives the same bits when the others have lost nearly everything, the longest of them
     too, so that fewer parts are merged."""
-    for constant, value in CUTS[cut].items():
-        monkeypatch.setattr(_parts, constant, value)
+    cut_as(monkeypatch, cut)
     store = filled(STORAGES[name], "head", [300, 700, 40], steps=4, seed=3)
     q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     before, _ = paged_attention(q, Reading(store), 0)
@@ -237,7 +250,7 @@ def test_there_is_room_for_all_parts(base: int, short: int, even: int, most: int
         times for long, times in ((short, 1), (4 * short, 2), (16 * short, 4), (count, 8)) if count <= long
     )
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    c = Cache(1, 1, 16, 64, 1, 1, 1, 16, 0, "fp32", base, short, even)
+    c = Cache(1, 1, 64, 1, 1, 1, 16, 0, "fp32", base, short, even)
     _length_of[(1,)](out, torch.tensor([count], dtype=torch.int32, device=DEVICE), c)
     split = int(out)
     assert split % even == 0
@@ -266,10 +279,12 @@ def test_values_that_lag_are_refused() -> None:
         paged_attention(torch.zeros(1, 4, 64, device=DEVICE), Reading(store), 0)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("group", [group for group in GROUPS if group])
 @pytest.mark.parametrize("name", ["plain", "thoughts-by-token"])
-def test_the_mass_in_place_is_the_mass(name: str, group: str) -> None:
+def test_the_mass_in_place_is_the_mass(name: str, group: str, swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, in the rows that are active; nothing else changes there, neither rows nor columns."""
+    cut_as(monkeypatch, "few lanes", swapped)
     store = filled(STORAGES[name], "layer", [90, 3, 40, 0, 300], layers=2, steps=7, keep=0.6, seed=2)
     store.pages.backend = BACKEND
     rows, active = torch.tensor([4, 0, 2, 1], device=DEVICE), torch.tensor([True, True, False, True], device=DEVICE)
