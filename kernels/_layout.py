@@ -36,6 +36,9 @@ class Half(NamedTuple):
     group: int
     by_token: bool  # keys: tokens of a group share a row of scales
     fast: bool  # decoded by the fast path of `_planes.py`
+    converts: (
+        bool  # there E4M3 becomes fp16 by an instruction of its own, which GPUs have from compute capability 8.9
+    )
     planes: int  # channels of a word
     words: int  # of a token
     block: int  # the power of two that is at least `words` and 16
@@ -302,6 +305,7 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
     if fast and names["KIND"] == "int":
         fast = names["PARAMS"] == "fp16" and (by_token or not (side % 4 or side_slot % 4 or side_start % 4))
         size = 4 if fast else size  # scale and minimum at once
+    converts = fast and torch.cuda.get_device_capability(pages.pool.device) >= (8, 9)
     planes = 1 if names["KIND"] == "plain" else _planes(fmt.bits, fast)
     # What offsets count: words; with 3 bits, whose words of three bytes lie anywhere, bytes.
     word = 1 if fmt.bits == 3 else planes * fmt.bits // 8
@@ -317,6 +321,7 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
         group=fmt.group,
         by_token=by_token,
         fast=fast,
+        converts=converts,
         planes=planes,
         words=count,
         block=max(16, power_of_2(count)),
@@ -357,6 +362,7 @@ def ring_half(c: Cache) -> Half:
         group=0,
         by_token=False,
         fast=False,
+        converts=False,
         planes=1,
         words=c.dim,
         block=max(16, power_of_2(c.dim)),
@@ -419,7 +425,9 @@ def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
     return pages.side.view(_formats.params_dtype(fmt))
 
 
-def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True) -> Half:
+def example(
+    kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True, converts: bool = False
+) -> Half:
     """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant of
     other than 4 bits come with fast=False."""
     planes = 1 if kind == "plain" else _planes(bits, fast)
@@ -434,6 +442,7 @@ def example(kind: str, bits: int, dim: int, by_token: bool = False, fast: bool =
         group=0 if rotated or kind in ("plain", "fp8") else 16,
         by_token=by_token,
         fast=fast,
+        converts=converts,
         planes=planes,
         words=count,
         block=max(16, power_of_2(count)),

@@ -32,8 +32,6 @@ from minithink.kernels._formats import decode_code, e4m3_decode, load_bytes, sat
 from minithink.kernels._rotation import LEVELS, decode_level, is_rotated
 
 _HALVES = [struct.pack("<e", x) for x in LEVELS[4]]
-# In the fast path a point is 2^−14 of its value and a scale 2^6, so that their product, in fp16, is exact.
-FAST_FACTOR = tl.constexpr(2.0**8)
 # TurboQuant's eight magnitudes of 4 bits in fp16: low bytes of the first four and of the others, then high bytes.
 MAGNITUDES = struct.unpack("<4I", bytes(half[i] for i in (0, 1) for half in _HALVES))
 OR_OF_AND = "0xEA"  # the table of lop3 for (a & b) | c
@@ -48,23 +46,35 @@ def planes_of_word(kind):
 
 
 @triton.constexpr_function
+def left_over(kind, converts):
+    """What the numbers of NVFP4, ternary and FP8 from the fast path must still be multiplied with.
+
+    A point is 2^−14 of its value, and a scale 2^6 of it if it isn't converted; then a product, in fp16, is exact. FP8
+    is 2^−8 of its value if it isn't converted.
+    """
+    if converts:
+        return 1.0 if kind == "fp8" else 2.0**14
+    return 2.0**8
+
+
+@triton.constexpr_function
 def _types(planes):
     """The types of the planes that `_fast_asm` makes."""
     return (tl.float16,) * planes
 
 
 @triton.constexpr_function
-def _fast_asm(kind):
+def _fast_asm(kind, converts):
     """PTX that makes all planes of two neighbouring words at once, two numbers in a register: plane i is $i. Behind
     the planes comes the register of the two words."""
     codes = f"${planes_of_word(kind)}"
     if kind.startswith("int"):
         lines = _integers(int(kind[3:]), codes)
     elif kind == "fp8":
-        lines = _eight_bits(codes)
+        lines = _converted(codes) if converts else _eight_bits(codes)
     else:
         lines = _few_bits(kind, codes)
-    return "{ .reg .b32 h, m, s, x; " + " ".join(f"{line};" for line in lines) + " }"
+    return "{ .reg .b32 h, m, s, x; .reg .b16 c, d; " + " ".join(f"{line};" for line in lines) + " }"
 
 
 @triton.constexpr_function
@@ -104,6 +114,17 @@ def _eight_bits(codes):
 
 
 @triton.constexpr_function
+def _converted(codes):
+    """E4M3, by the instruction that converts two codes: the even bytes, then the odd ones."""
+    return [
+        f"prmt.b32 x, {codes}, 0, 0x3120",
+        "mov.b32 {c, d}, x",
+        "cvt.rn.f16x2.e4m3x2 $0, c",
+        "cvt.rn.f16x2.e4m3x2 $1, d",
+    ]
+
+
+@triton.constexpr_function
 def _integers(bits, codes):
     """Integers: an fp16 number with a code in its low bits, minus the same number without it.
 
@@ -132,11 +153,15 @@ def _shifted(codes, left, to):
 
 
 @triton.constexpr_function
-def _scale_asm(i):
-    """PTX that makes the E4M3 scales of channel i of two neighbouring words: $0, in fp16 and times 2^6.
+def _scale_asm(i, converts):
+    """PTX that makes fp16 numbers, $0, of the E4M3 scales of channel i of two neighbouring words.
 
-    $1 and $2: the four scales of each word. The i-th become high bytes of fp16 numbers, one bit too far left.
+    $1 and $2: the four scales of each word. If they aren't converted, the i-th ones become high bytes of fp16
+    numbers, one bit too far left, and the results are times 2^6.
     """
+    if converts:
+        out = f"{{ .reg .b32 t; .reg .b16 c; prmt.b32 t, $1, $2, 0x00{i + 4}{i}; cvt.u16.u32 c, t;"
+        return out + " cvt.rn.f16x2.e4m3x2 $0, c; }"
     out = f"{{ .reg .b32 t, f; prmt.b32 t, $1, $2, 0x{i + 4}0{i}0; shr.u32 t, t, 1; and.b32 t, t, 0x7F807F80;"
     return out + " mov.b32 f, 0x74007400; mul.rn.f16x2 $0, t, f; }"  # 2^14, twice
 
@@ -166,16 +191,16 @@ def _levels_asm():
 
 
 @triton.jit
-def _points(words, KIND: tl.constexpr, PLANES: tl.constexpr):
-    """The points of codes as planes of fp16 numbers: of NVFP4 and ternary times 2^−14, of FP8 times 2^−8, integers as
-    they are. words: int16, of any shape.
+def _points(words, KIND: tl.constexpr, PLANES: tl.constexpr, CONVERTS: tl.constexpr):
+    """The points of codes as planes of fp16 numbers: of NVFP4 and ternary times 2^−14, of FP8 times 2^−8 if they
+    aren't converted, integers as they are. words: int16, of any shape.
 
     A code's magnitude, moved to the right bits of an fp16 number, is the point times 2^−14: E2M1's exponent and
     mantissa are the low end of fp16's exponent field and the high end of its mantissa, and denormals work out too.
     """
     TYPES: tl.constexpr = _types(PLANES)
     return tl.inline_asm_elementwise(
-        _fast_asm(KIND),
+        _fast_asm(KIND, CONVERTS),
         _fast_registers(KIND),
         [words],
         dtype=TYPES,
@@ -198,10 +223,10 @@ def _times(x, scale):
 
 
 @triton.jit
-def _scale_of_channel(four, CHANNEL: tl.constexpr):
-    """One of the four E4M3 scales in each number, int32, as fp16 · 2^6."""
+def _scale_of_channel(four, CHANNEL: tl.constexpr, CONVERTS: tl.constexpr):
+    """`_scale_fp16` of one of the four scales in each number, int32."""
     return tl.inline_asm_elementwise(
-        _scale_asm(CHANNEL),
+        _scale_asm(CHANNEL, CONVERTS),
         "=r,r,r",
         [four],
         dtype=tl.float16,
@@ -211,8 +236,11 @@ def _scale_of_channel(four, CHANNEL: tl.constexpr):
 
 
 @triton.jit
-def _scale_fp16(code):
-    """E4M3 scales (uint8, positive) → fp16, times 2^6: the fields move to their places, the biases differ by 8."""
+def _scale_fp16(code, CONVERTS: tl.constexpr):
+    """E4M3 scales (positive) → fp16. Not converted they are times 2^6: the fields move to their places, the biases
+    differ by 8."""
+    if CONVERTS:
+        return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return (code.to(tl.int16) << 7).to(tl.float16, bitcast=True) * 16384.0
 
 
@@ -261,27 +289,28 @@ def of_tokens(p_params, o_params, m_token):
 
 @triton.jit
 def _of_groups(p_params, o_params, m_token, H: tl.constexpr, AXIS: tl.constexpr):
-    """The parameters of every word's group, in the shape of a block: scales as fp16 · 2^6, of integers scale and
-    minimum in one int32. o_params: [BLOCK_T], where those of each token begin.
+    """The parameters of every word's group, in the shape of a block: scales in fp16 (`_scale_fp16`), of integers
+    scale and minimum in one int32. o_params: [BLOCK_T], where those of each token begin.
 
-    If groups are whole words and the token is whole groups, each group's are loaded and converted once and then
-    repeated.
+    If groups fill the block, each group's are loaded and converted once and then repeated.
     """
-    GROUPS: tl.constexpr = H.words * H.planes // H.group
-    REPEATED: tl.constexpr = H.words == H.block and H.words * H.planes % H.group == 0
+    EACH: tl.constexpr = H.group // H.planes  # words of a group
+    GROUPS: tl.constexpr = H.block // EACH
     tl.static_assert(H.group % H.planes == 0, "a word has one group's parameters")
     p_token = p_params + tl.expand_dims(o_params, 1 - AXIS)
-    if REPEATED:
+    if H.block % EACH == 0:
         group = tl.expand_dims(tl.arange(0, GROUPS), AXIS)
-        x = tl.load(p_token + group, tl.expand_dims(m_token, 1 - AXIS), other=0)
+        m_group = tl.expand_dims(m_token, 1 - AXIS)
+        if H.words != H.block:
+            m_group = m_group & (group < H.words // EACH)
+        x = tl.load(p_token + group, m_group, other=0)
     else:
         word, m_word = _words_of_tokens(m_token, H, AXIS)
-        x = tl.load(p_token + word * H.planes // H.group, m_word & (word < H.words), other=0)
+        x = tl.load(p_token + word // EACH, m_word, other=0)
     if H.kind != "int":
-        x = _scale_fp16(x)
-    if REPEATED:
+        x = _scale_fp16(x, H.converts)
+    if H.block % EACH == 0:
         TOKENS: tl.constexpr = m_token.shape[0]
-        EACH: tl.constexpr = H.words // GROUPS
         if AXIS == 0:
             x = tl.broadcast_to(x[:, :, None], [TOKENS, GROUPS, EACH]).reshape([TOKENS, H.block])
         else:
@@ -384,7 +413,7 @@ def _fast_integers(
     PLANES: tl.constexpr = H.planes
     BITS: tl.constexpr = H.bits
     KIND: tl.constexpr = f"int{BITS}"
-    out = _points(raw, KIND, PLANES)
+    out = _points(raw, KIND, PLANES, H.converts)
     if SCALED and H.by_token:
         affine = ()
         p_token = p_rows + tl.expand_dims(o_rows, 1 - AXIS)
@@ -415,18 +444,18 @@ def _fast_floats(
     SCALED: tl.constexpr,
     AXIS: tl.constexpr,
 ):
-    """`planes` of NVFP4, ternary and FP8 codes in the fast path: value · 2^−8 / tensor scale in fp16, exactly; of
-    NVFP4 and ternary without scales (SCALED False) points · 2^−14."""
+    """`planes` of NVFP4, ternary and FP8 codes in the fast path: value / tensor scale / `left_over` in fp16,
+    exactly; of NVFP4 and ternary without scales (SCALED False) points · 2^−14."""
     PLANES: tl.constexpr = H.planes
     KIND: tl.constexpr = H.kind
-    out = _points(raw, KIND, PLANES)
+    out = _points(raw, KIND, PLANES, H.converts)
     if SCALED and H.by_token:
         scaled = ()
         p_token = p_rows + tl.expand_dims(o_rows, 1 - AXIS)
         for i in tl.static_range(PLANES):
             if i % 4 == 0:  # the scales of four channels, a byte each, are one number
                 four = tl.load(p_token + (word * (PLANES // 4) + i // 4), m_word, other=0)
-            scaled = scaled + (_times(out[i], _scale_of_channel(four, i % 4)),)
+            scaled = scaled + (_times(out[i], _scale_of_channel(four, i % 4, H.converts)),)
         out = scaled
     elif SCALED and H.kind != "fp8":
         scaled = ()
@@ -479,8 +508,8 @@ def one_by_one(
 
 @triton.jit
 def times_rows(k, p_row, m_row, H: tl.constexpr):
-    """Planes of points, [T, W] each, times the key scales · 2^6 of their groups (of integers: times the scales, plus
-    the minima); a group is GROUP tokens in a row.
+    """Planes of points, [T, W] each, times the key scales (`_scale_fp16`) of their groups; of integers, times the
+    scales plus the minima. A group is GROUP tokens in a row.
 
     Scales are converted once for all tokens of a group. p_row: pointers [T / GROUP] to the groups' rows of scales,
     m_row: True for groups that exist.
@@ -501,6 +530,7 @@ def times_rows(k, p_row, m_row, H: tl.constexpr):
         for i in tl.static_range(PLANES):
             if i % 4 == 0:  # the scales of four channels are one int32
                 four = tl.load(p_row[:, None] + (word * (PLANES // 4) + i // 4), m_row, other=0)
-            x = k[i].reshape([GROUPS, GROUP, BLOCK_W]) * _scale_fp16((four >> (8 * (i % 4))) & 0xFF)[:, None, :]
+            scale = _scale_fp16((four >> (8 * (i % 4))) & 0xFF, H.converts)
+            x = k[i].reshape([GROUPS, GROUP, BLOCK_W]) * scale[:, None, :]
             out = out + (x.reshape([GROUPS * GROUP, BLOCK_W]),)
     return out

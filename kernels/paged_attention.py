@@ -70,9 +70,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minithink.kernels import _mass, _parts
+from minithink.kernels import _layout, _mass, _parts
 from minithink.kernels._common import INTERPRETED, Variant, side_by_side
-from minithink.kernels._layout import Cache, Half, Reading, Store, cache, example, half, ring_half, words
+from minithink.kernels._layout import Cache, Half, Reading, Store, cache, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
     PLAIN_NUMBERS,
@@ -85,7 +85,7 @@ from minithink.kernels._parts import (
     program_of,
     unit_of_lane,
 )
-from minithink.kernels._planes import FAST_FACTOR, load_codes, of_tokens, planes, times_rows
+from minithink.kernels._planes import left_over, load_codes, of_tokens, planes, times_rows
 from minithink.kernels._rotation import is_rotated, rotate_rows
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -355,7 +355,7 @@ def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
             small = small + ((q[i].to(tl.float32) / factor[:, None]).to(tl.float16),)
         q = small
         if H.fast and H.kind != "int" and not is_rotated(H.kind):
-            factor = factor * FAST_FACTOR
+            factor = factor * left_over(H.kind, H.converts)
     return q, factor
 
 
@@ -537,7 +537,7 @@ def _scale_of_output(total, v_scale, H: tl.constexpr):
     out of the values."""
     scale = 1 / tl.where(total > 0, total, 1.0)
     if H.fast and H.kind != "int" and not is_rotated(H.kind):
-        scale = scale * FAST_FACTOR
+        scale = scale * left_over(H.kind, H.converts)
         if H.kind != "ternary":
             scale = scale * v_scale
     return scale
@@ -758,7 +758,7 @@ _SIGNATURE = {
 def variants() -> Iterator[Variant]:
     """bfloat16 models, the formats that policies use, for many lanes and for few."""
     for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
-        halves = _halves(dim)
+        halves = _halves(dim, converts=lanes < 64)
         if dim != 128:
             rotated = [of for of in halves if is_rotated(of[0].kind)]
             halves = halves[:4] + rotated * (dim == 64)
@@ -768,8 +768,9 @@ def variants() -> Iterator[Variant]:
     yield from _mass.variants()
 
 
-def _halves(dim: int) -> list[tuple[Half, Half, str, str]]:
+def _halves(dim: int, converts: bool) -> list[tuple[Half, Half, str, str]]:
     """Keys, values, and the types of their codes and parameters."""
+    example = partial(_layout.example, converts=converts)
     plain = example("plain", 16, dim, fast=False)
     nvfp4 = example("nvfp4", 4, dim)
     ternary = example("ternary", 2, dim)
@@ -832,5 +833,5 @@ def _variants_of_format(dim: int, lanes: int, k: Half, v: Half, codes: str, para
             signature=signature | noted,
             constexprs=constexprs,
             options=program.options,
-            arch=90 if overlap else 80,
+            arch=90 if overlap or k.converts else 80,
         )

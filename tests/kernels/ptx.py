@@ -7,7 +7,10 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 ALL = 0xFFFFFFFF
+E4M3: list[float] = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
 OR_OF_AND = 0xEA  # the table of lop3 for (a & b) | c
 
 
@@ -25,6 +28,12 @@ def run(asm: str, given: Mapping[str, int], outputs: int = 4) -> list[int]:
     """
     held = dict(given)
     for line in instructions(asm):
+        halves = re.fullmatch(r"mov\.b32 \{(\w+), (\w+)\}, (\S+)", line)
+        if halves:
+            both = held[halves[3]]
+            held[halves[1]] = both & 0xFFFF
+            held[halves[2]] = both >> 16
+            continue
         name, _, rest = line.partition(" ")
         to, *of = [part.strip() for part in rest.split(",")]
         x = [held[part] if part in held else int(part, 0) for part in of]
@@ -43,6 +52,10 @@ def run(asm: str, given: Mapping[str, int], outputs: int = 4) -> list[int]:
             value = x[0] << x[1]
         elif operation == "shr":
             value = x[0] >> x[1]
+        elif name == "cvt.u16.u32":
+            value = x[0] & 0xFFFF
+        elif name == "cvt.rn.f16x2.e4m3x2":
+            value = int(struct.unpack("<I", struct.pack("<2e", E4M3[x[0] & 0xFF], E4M3[x[0] >> 8]))[0])
         elif name.endswith("f16x2"):
             value = of_halves(operation, x[0], x[1])
         elif operation == "sub":
