@@ -201,7 +201,7 @@ def _attend(
     group = tl.arange(0, BLOCK_G)
     m_head = group < C.group
     head = i_n.to(tl.int64) * (C.kv_heads * C.group) + i_head * C.group + group
-    q, factor = _read_query(p_q, head, m_head, C, K)
+    q, factor = _read_query(p_q, head, m_head, C, K, TOKENS)
     lane = layer * C.layer_lanes + i_head * C.head_lanes
     k_scale = tl.load(p_k_scale + layer * rows + i_row)
     v_scale = tl.load(p_v_scale + layer * rows + i_row)
@@ -326,33 +326,34 @@ def _tokens_of_part(i_part, count, C: tl.constexpr, IN_RING: tl.constexpr):
 
 
 @triton.jit
-def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr):
-    """The query heads of a group by planes, [G, H.block] each, and the factor of their logits: float32 [G].
+def _read_query(p_q, head, m_head, C: tl.constexpr, H: tl.constexpr, TOKENS: tl.constexpr):
+    """The query heads of a group by planes, and the factor of their logits: float32 [G]. Planes are [G, H.block], or
+    [H.block, G] if tokens are the rows of products.
 
     For the fast path they become fp16, divided by a power of two, so that the quotient is below 2 and keeps its bits;
     so do rotated queries of 16-bit models.
     """
     HALF: tl.constexpr = H.fast or (is_rotated(H.kind) and C.dtype != "fp32" and not _INTERPRETED)
     PLANES: tl.constexpr = H.planes
-    word = tl.arange(0, H.block)[None, :]
-    m = m_head[:, None] & (word < H.words)
+    word = tl.expand_dims(tl.arange(0, H.block), 1 - TOKENS)
+    m = _as_heads(m_head, TOKENS) & (word < H.words)
     q = ()
     for i in tl.static_range(PLANES):
-        x = tl.load(p_q + head[:, None] * C.dim + word * H.planes + i, m, other=0)
+        x = tl.load(p_q + _as_heads(head, TOKENS) * C.dim + word * H.planes + i, m, other=0)
         if _INTERPRETED:
             x = x.to(tl.float32)
         q = q + (x,)
     factor = tl.full([head.shape[0]], 1.0, tl.float32)
     if HALF:
-        largest = tl.max(tl.abs(q[0].to(tl.float32)), 1)
+        largest = tl.max(tl.abs(q[0].to(tl.float32)), TOKENS)
         for i in tl.static_range(1, PLANES):
-            largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), 1))
+            largest = tl.maximum(largest, tl.max(tl.abs(q[i].to(tl.float32)), TOKENS))
         # the power of two at or below the largest
         power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         factor = tl.where((power > 0) & (power < 1e38), power, 1.0)
         small = ()
         for i in tl.static_range(PLANES):
-            small = small + ((q[i].to(tl.float32) / factor[:, None]).to(tl.float16),)
+            small = small + ((q[i].to(tl.float32) / _as_heads(factor, TOKENS)).to(tl.float16),)
         q = small
         if H.fast and H.kind != "int" and not is_rotated(H.kind):
             factor = factor * left_over(H.kind, H.converts)
@@ -457,9 +458,9 @@ def _logits(q, k, H: tl.constexpr, TOKENS: tl.constexpr):
     """Σ over planes of q · kᵀ, float32 [G, T]; if tokens are the rows, of k · qᵀ, [T, G]."""
     PLANES: tl.constexpr = H.planes
     if TOKENS == 0:
-        s = tl.dot(k[0], tl.trans(q[0]), input_precision="ieee")
+        s = tl.dot(k[0], q[0], input_precision="ieee")
         for i in tl.static_range(1, PLANES):
-            s = tl.dot(k[i], tl.trans(q[i]), s, input_precision="ieee")
+            s = tl.dot(k[i], q[i], s, input_precision="ieee")
     else:
         s = tl.dot(q[0], tl.trans(k[0]), input_precision="ieee")
         for i in tl.static_range(1, PLANES):

@@ -25,7 +25,7 @@ POINTS: dict[str, tuple[list[float], float]] = {
     "int4": ([float(i) for i in range(16)], 1.0),
     "int8": ([float(i) for i in range(256)], 1.0),
 }
-WAYS = [(kind, converts) for kind in POINTS for converts in (False, True)]
+WAYS = [*((kind, False) for kind in POINTS), ("fp8", True)]
 README = (ROOT / "kernels" / "README.md").read_text(encoding="utf-8")
 
 
