@@ -758,11 +758,14 @@ _SIGNATURE = {
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, the formats that policies use, for many lanes and for few."""
-    for dim, lanes in ((64, 512), (96, 8), (128, 512), (128, 8)):
-        halves = _halves(dim, converts=lanes < 64)
+    shapes = (64, 512, False), (96, 8, False), (128, 512, False), (128, 512, True), (128, 8, True)
+    for dim, lanes, converts in shapes:
+        halves = _halves(dim, converts)
         if dim != 128:
             rotated = [of for of in halves if is_rotated(of[0].kind)]
             halves = halves[:4] + rotated * (dim == 64)
+        elif converts and lanes == 512:
+            halves = [of for of in halves if of[0].kind in ("nvfp4", "ternary", "fp8")]
         for k, v, codes, params in halves:
             yield from _variants_of_format(dim, lanes, k, v, codes, params)
     yield from _parts.variants()
