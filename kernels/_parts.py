@@ -52,8 +52,10 @@ class Program(NamedTuple):
 PLAIN = Program(128, 4, 2)  # numbers of 16-bit models
 SLOW = Program(64, 2, 3)  # formats that are float32, are decoded to float32 or have no fast path
 MANY = Program(32, 1, 5, registers=128, swapped=True)  # codes of the fast path, for many lanes
+MANY_NVFP4 = MANY._replace(registers=0)  # it gains more by registers than by more programs at a time
 MANY_WIDE = MANY._replace(registers=168)  # the same if scales take more registers
 FEW = Program(128, 4, 2)  # the same for few lanes
+FEW_TERNARY = Program(64, 2, 5, registers=128, swapped=True)  # words of eight codes: blocks of 128 take longer
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 # These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
@@ -63,7 +65,7 @@ PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 def in_parts(c: Cache, lanes: int, device: torch.device) -> Cache:
     """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early."""
     early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
-    even = max(program.block for program in (PLAIN, SLOW, MANY, MANY_WIDE, FEW))
+    even = max(program.block for program in (PLAIN, SLOW, MANY, MANY_NVFP4, MANY_WIDE, FEW, FEW_TERNARY))
     return c._replace(base=base(lanes), short=SHORT, even=even, overlap=early)
 
 
@@ -71,9 +73,11 @@ def program_of(c: Cache, k: Half, v: Half, lanes: int) -> Program:
     """The program for keys and values of one format."""
     if k.fast and v.fast:
         if lanes < MANY_LANES:
-            return FEW
+            return FEW_TERNARY if k.kind == "ternary" else FEW
         # Keys by token have a scale for each channel, and words behind a token's last one have masks.
-        return MANY_WIDE if k.by_token or k.words != k.block or v.words != v.block else MANY
+        if k.by_token or k.words != k.block or v.words != v.block:
+            return MANY_WIDE
+        return MANY_NVFP4 if k.kind == "nvfp4" else MANY
     if c.dtype != "fp32" and (k.fast or k.kind == "plain"):
         return PLAIN
     return SLOW

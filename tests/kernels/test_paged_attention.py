@@ -34,7 +34,7 @@ DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.flo
 BACKEND = replace(REFERENCE, by_format=by_format)  # lists are sorted as in a step
 
 
-PROGRAMS = ("PLAIN", "SLOW", "MANY", "MANY_WIDE", "FEW")
+PROGRAMS = ("PLAIN", "SLOW", "MANY", "MANY_NVFP4", "MANY_WIDE", "FEW", "FEW_TERNARY")
 
 # What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
 # 300 is cut as lanes of 10,000 are; parts are whole blocks.
