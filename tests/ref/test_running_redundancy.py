@@ -152,3 +152,12 @@ def test_rows_whose_match_left_are_searched_again(monkeypatch: pytest.MonkeyPatc
     assert call([0, 0, 1, 0, 1], [0, 1, 2, 3, 7]) == [3, 3, 7, 1, 2]
     assert call([0, 1, 0, 1, 0], [1, 2, 3, 7, 9]) == [9, 7, 9, 2, 3]
     assert searched == [[0, 1, 2, 3, 4], [0, 1, 3, 4], [], [4]]
+
+
+def test_what_is_known_of_lanes_that_are_not_shown_stays() -> None:
+    known = (torch.full((2, 1, 3), 7, dtype=torch.int32), torch.full((2, 1, 3), 7, dtype=torch.int32))
+    none = torch.zeros(2, 1, 4, dtype=torch.bool)
+    pos = torch.full((2, 1, 4), -1, dtype=torch.int32)
+    got = running_redundancy(torch.full((2, 1, 4, 8), torch.nan), none, pos, known, torch.tensor([1, 0]))
+    assert not got.any()
+    assert all((x == 7).all() for x in known)
