@@ -1,6 +1,6 @@
 """What policies remember of a lane's tokens: lists of entries, in which tokens are found by position.
 
-Used by `accumulate.py`, `carry.py`, `repack.py`, `retain.py` and `stamp.py`.
+Used by `accumulate.py`, `carry.py`, `repack.py`, `retain.py`, `running_redundancy.py` and `stamp.py`.
 
 The first tensor of a list holds positions, ascending; others hold what is remembered of these tokens. Empty entries
 come last. Usually the token of column s is in entry s. If tokens before it were evicted since the list was written,

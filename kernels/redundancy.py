@@ -128,10 +128,22 @@ def _newest(
         column = start + tl.arange(0, BLOCK)
         valid_j = tl.load(p_valid + column, column < width, other=0) != 0
         if tl.max(valid_j.to(tl.int32)) > 0:
-            c = _products(p_k, row, valid, column, valid_j, stride_k_s, D, WIDE, BLOCK, FULL, DEPTH)
-            scale_j = tl.load(p_scale + column, valid_j, other=0.0)
-            c *= scale[:, None] * scale_j[None, :]
-            c = tl.where(row[:, None] == column[None, :], 0.0, c)
+            c = _cosines(
+                p_k,
+                p_scale,
+                row,
+                valid,
+                scale,
+                column,
+                valid_j,
+                stride_k_s,
+                D,
+                WIDE,
+                BLOCK,
+                BLOCK,
+                FULL,
+                DEPTH,
+            )
             similar = tl.max(tl.where((c > threshold) & valid_j[None, :], column[None, :], -1), 1)
             here = tl.sum(tl.where(similar[:, None] == column[None, :], c, 0.0), 1)
             spared = tl.where(newest < 0, here, spared)
@@ -155,27 +167,32 @@ def _newest(
 
 
 @triton.jit
-def _products(
+def _cosines(
     p_k,
+    p_scale,
     row,
     m_row,
+    scale,
     column,
     m_column,
     stride_k_s,
     D: tl.constexpr,
     WIDE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FULL: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """k_i · k_j of the keys of some rows and columns: float32 [BLOCK, BLOCK]."""
-    c = tl.zeros((BLOCK, BLOCK), tl.float32)
+    """C_ij of some rows and columns, 0 for i = j: float32 [ROWS, COLUMNS]. scale: 1/(‖k_i‖ + 1e−8) of the rows."""
+    c = tl.zeros((ROWS, COLUMNS), tl.float32)
     for o_dim in range(0, WIDE, DEPTH):
         part = o_dim + tl.arange(0, DEPTH)
         k_i = _keys(p_k, row, m_row, part, stride_k_s, D, FULL)
         k_j = _keys(p_k, column, m_column, part, stride_k_s, D, FULL)
         c = tl.dot(k_i, tl.trans(k_j), c, input_precision="ieee")
-    return c
+    scale_j = tl.load(p_scale + column, m_column, other=0.0)
+    c *= scale[:, None] * scale_j[None, :]
+    return tl.where(row[:, None] == column[None, :], 0.0, c)
 
 
 @triton.jit

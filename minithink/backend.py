@@ -47,6 +47,7 @@ from minithink.ref.repack import repack
 from minithink.ref.retain import retain
 from minithink.ref.rms_norm import rms_norm
 from minithink.ref.rope import rope
+from minithink.ref.running_redundancy import running_redundancy
 from minithink.ref.segments import segments
 from minithink.ref.select import select
 from minithink.ref.sentences import sentences
@@ -96,6 +97,7 @@ class Backend:
     window_importance: Callable[..., Tensor] = window_importance
     window_peak: Callable[..., Tensor] = window_peak
     redundancy: Callable[[Tensor, Tensor, float], Tensor] = redundancy
+    running_redundancy: Callable[..., Tensor] = running_redundancy
     retain: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = retain
     repack: Callable[..., None] = repack
     predict: Callable[[Tensor, Sequence[Tensor]], Tensor] = predict

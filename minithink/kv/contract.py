@@ -79,6 +79,7 @@ class Shape:
     device: torch.device
     tokens: int = 0  # the longest that a sequence may become; 0: it is not known
     dtype: torch.dtype = torch.float32  # of the model
+    keys_stay: bool = False  # whether a token's key never changes: all tokens stay in the model's own number type
 
     @classmethod
     def of(
@@ -103,6 +104,7 @@ class Shape:
             device=torch.device(device),
             tokens=tokens,
             dtype=dtype,
+            keys_stay=policy.storage.formats == ("plain",),
         )
 
     @property

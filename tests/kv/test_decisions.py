@@ -485,10 +485,15 @@ def test_nothing_asks_the_host(text: str) -> None:
         with _disable_current_modes():
             return REFERENCE.survivors(*args)
 
+    def running_redundancy(**named: Any) -> Tensor:  # likewise
+        with _disable_current_modes():
+            return REFERENCE.running_redundancy(**named)
+
     backend = replace(
         REFERENCE,
         evict=lambda **named: evictions.append(named),
         survivors=survivors,
+        running_redundancy=running_redundancy,
         gather=lambda source, moves, *args: gathers.append((source.clone(), moves.clone(), *args)),
     )
     decoder = with_backend(decoder_of(0), backend)
