@@ -36,9 +36,8 @@ class Half(NamedTuple):
     group: int
     by_token: bool  # keys: tokens of a group share a row of scales
     fast: bool  # decoded by the fast path of `_planes.py`
-    converts: (
-        bool  # there E4M3 becomes fp16 by an instruction of its own, which GPUs have from compute capability 8.9
-    )
+    # There E4M3 becomes fp16 by an instruction of its own, which GPUs have from compute capability 8.9.
+    converts: bool
     planes: int  # channels of a word
     words: int  # of a token
     block: int  # the power of two that is at least `words` and 16
@@ -339,19 +338,20 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
 
 
 def _planes(bits: int, fast: bool) -> int:
-    """Channels of a word. In the fast path words have 16 bits, else 8, or 24 with 3 bits a channel."""
+    """Channels of a word. Words have 16 bits in the fast path, else 8; but 24 with 3 bits a channel, 16 with 16."""
     if fast:
         return 16 // bits
-    return 8 if bits == 3 else 8 // bits
+    return 8 if bits == 3 else max(1, 8 // bits)
 
 
 def _has_fast_words(fmt: Format, dim: int, start: int, page: int, slots: int) -> bool:
     """Whether the codes of all tokens are words of 16 bits at even bytes, and the channels of a word share their
     parameters."""
     planes = _planes(fmt.bits, fast=True)
-    even = start % 2 == page % 2 == page // slots % 2 == 0
+    at_even_bytes = not (start % 2 or page % 2 or page // slots % 2)
     one_group = fmt.by == "token" or fmt.group % planes == 0
-    return even and one_group and dim % planes == 0
+    whole_words = dim % planes == 0
+    return at_even_bytes and one_group and whole_words
 
 
 def ring_half(c: Cache) -> Half:

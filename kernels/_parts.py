@@ -48,14 +48,19 @@ class Program(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages} | most
 
 
+_CODES = Program(32, 1, 5, registers=128, swapped=True)  # for many lanes
 # `program_of` chooses one; `bench attention` measures what is written here.
-PLAIN = Program(128, 4, 2)  # numbers of 16-bit models
-SLOW = Program(64, 2, 3)  # formats that are float32, are decoded to float32 or have no fast path
-MANY = Program(32, 1, 5, registers=128, swapped=True)  # codes of the fast path, for many lanes
-MANY_NVFP4 = MANY._replace(registers=0)  # it gains more by registers than by more programs at a time
-MANY_WIDE = MANY._replace(registers=168)  # the same if scales take more registers
-FEW = Program(128, 4, 2)  # the same for few lanes
-FEW_TERNARY = Program(64, 2, 5, registers=128, swapped=True)  # words of eight codes: blocks of 128 take longer
+PROGRAMS = {
+    "plain": Program(128, 4, 2),  # numbers of 16-bit models
+    "slow": Program(64, 2, 3),  # formats that are float32, are decoded to float32 or have no fast path
+    # codes of the fast path, for many lanes
+    "many": _CODES,
+    "many nvfp4": _CODES._replace(registers=0),  # it gains more by registers than by more programs at a time
+    "many wide": _CODES._replace(registers=168),  # where scales or masks take more registers
+    # the same for few lanes
+    "few": Program(128, 4, 2),
+    "few ternary": Program(64, 2, 5, registers=128, swapped=True),  # words of eight codes: blocks of 128 take longer
+}
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 # These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
@@ -65,22 +70,24 @@ PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 def in_parts(c: Cache, lanes: int, device: torch.device) -> Cache:
     """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early."""
     early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
-    even = max(program.block for program in (PLAIN, SLOW, MANY, MANY_NVFP4, MANY_WIDE, FEW, FEW_TERNARY))
+    even = max(program.block for program in PROGRAMS.values())
     return c._replace(base=base(lanes), short=SHORT, even=even, overlap=early)
 
 
 def program_of(c: Cache, k: Half, v: Half, lanes: int) -> Program:
     """The program for keys and values of one format."""
-    if k.fast and v.fast:
-        if lanes < MANY_LANES:
-            return FEW_TERNARY if k.kind == "ternary" else FEW
-        # Keys by token have a scale for each channel, and words behind a token's last one have masks.
-        if k.by_token or k.words != k.block or v.words != v.block:
-            return MANY_WIDE
-        return MANY_NVFP4 if k.kind == "nvfp4" else MANY
-    if c.dtype != "fp32" and (k.fast or k.kind == "plain"):
-        return PLAIN
-    return SLOW
+    return PROGRAMS[_program_name(c, k, v, lanes)]
+
+
+def _program_name(c: Cache, k: Half, v: Half, lanes: int) -> str:
+    if not (k.fast and v.fast):
+        return "plain" if c.dtype != "fp32" and (k.fast or k.kind == "plain") else "slow"
+    if lanes < MANY_LANES:
+        return "few ternary" if k.kind == "ternary" else "few"
+    # Keys by token have a scale for each channel, and words behind a token's last one have masks.
+    if k.by_token or k.words != k.block or v.words != v.block:
+        return "many wide"
+    return "many nvfp4" if k.kind == "nvfp4" else "many"
 
 
 def most_parts(tokens: int, base: int, short: int) -> int:
@@ -277,7 +284,7 @@ def merge(
 
 def variants() -> Iterator[Variant]:
     """bfloat16 models, D = 128: one format, several formats, and a merge that is launched early."""
-    c = Cache(2, 4, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, PLAIN.block)
+    c = Cache(2, 4, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, PROGRAMS["plain"].block)
     signature = dict.fromkeys(("p_parts", "p_part_lse", "p_lse"), "*fp32") | {"p_out": "*bf16"}
     signature |= {"p_rows": "*i64", "p_count": "*i32"}
     signature |= dict.fromkeys(("table_layer", "parts", "in_format", "rows"), "i32")

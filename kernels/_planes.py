@@ -91,7 +91,14 @@ def _few_bits(kind, codes):
     For the i-th code of all four bytes at once, its magnitude and its sign are moved to their places in the byte.
     Then the even and the odd bytes become the high bytes of two planes.
     """
-    bits, magnitude, top = (4, "0x0E0E0E0E", 1) if kind == "nvfp4" else (2, "0x04040404", 2)
+    if kind == "nvfp4":
+        bits = 4
+        magnitude = "0x0E0E0E0E"
+        top = 1  # how far left the highest code's magnitude moves
+    else:
+        bits = 2
+        magnitude = "0x04040404"
+        top = 2
     in_a_byte = 8 // bits
     lines = []
     for i in range(in_a_byte):
@@ -136,8 +143,9 @@ def _integers(bits, codes):
         if i == in_a_byte:
             lines += [f"shr.u32 s, {codes}, 8"]
         low = i % in_a_byte * bits
-        mask = ((1 << bits) - 1 << low) * 0x10001
-        large = (25 - low << 10) * 0x10001
+        both_halves = 0x10001  # the same in both fp16 numbers of a register
+        mask = (((1 << bits) - 1) << low) * both_halves
+        large = ((25 - low) << 10) * both_halves  # 2^(10 − low), whose exponent is 25 − low with its bias of 15
         lines += [f"lop3.b32 x, {codes if i < in_a_byte else 's'}, {mask:#010x}, {large:#x}, {OR_OF_AND}"]
         lines += [f"mov.b32 m, {large:#x}", f"sub.rn.f16x2 ${i}, x, m"]
     return lines

@@ -761,9 +761,10 @@ def variants() -> Iterator[Variant]:
     shapes = (64, 512, False), (96, 8, False), (128, 512, False), (128, 512, True), (128, 8, True)
     for dim, lanes, converts in shapes:
         halves = _halves(dim, converts)
-        if dim != 128:
-            rotated = [of for of in halves if is_rotated(of[0].kind)]
-            halves = halves[:4] + rotated * (dim == 64)
+        if dim == 64:
+            halves = halves[:4] + [of for of in halves if is_rotated(of[0].kind)]
+        elif dim == 96:
+            halves = halves[:4]
         elif converts and lanes == 512:
             halves = [of for of in halves if of[0].kind in ("nvfp4", "ternary", "fp8")]
         for k, v, codes, params in halves:

@@ -88,11 +88,11 @@ def _recall(
     i_lane = tl.program_id(0).to(tl.int64)
     i_row = i_lane // heads
     i_head = i_lane % heads
-    unit = tl.load(p_at + i_row).to(tl.int64) * heads + i_head
+    i_list = tl.load(p_at + i_row).to(tl.int64) * heads + i_head
     p_valid += i_row * stride_v_b + i_head * stride_v_h
     p_pos += i_row * pos_row + i_head * pos_head
-    p_position += unit * entries
-    p_match += unit * entries
+    p_position += i_list * entries
+    p_match += i_list * entries
     p_newest += i_lane * width
     p_rows += i_lane * width
 
@@ -287,13 +287,14 @@ def _remember(
     pos_head,
     LISTED: tl.constexpr,
 ):
+    """Write the positions of a lane's tokens and of their j* into its list; nothing, if it holds more than fit."""
     i_lane = tl.program_id(0).to(tl.int64)
     held = tl.load(p_plan + 3 * i_lane + 2)
     if held == 0:
         return
     i_row = i_lane // heads
     i_head = i_lane % heads
-    unit = tl.load(p_at + i_row).to(tl.int64) * heads + i_head
+    i_list = tl.load(p_at + i_row).to(tl.int64) * heads + i_head
     p_pos += i_row * pos_row + i_head * pos_head
     for start in range(0, entries, LISTED):
         entry = start + tl.arange(0, LISTED)
@@ -301,8 +302,8 @@ def _remember(
         m_held = entry < tl.where(held <= entries, held, 0)
         pos = tl.load(p_pos + entry, m_held, other=NOWHERE)
         match = tl.load(p_found + i_lane * width + entry, m_held, other=NONE)
-        tl.store(p_position + unit * entries + entry, pos, m_in)
-        tl.store(p_match + unit * entries + entry, match, m_in)
+        tl.store(p_position + i_list * entries + entry, pos, m_in)
+        tl.store(p_match + i_list * entries + entry, match, m_in)
 
 
 def running_redundancy(

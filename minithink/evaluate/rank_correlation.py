@@ -49,15 +49,15 @@ def interval(
     return _ends(_correlations(_resampled(x, drawn), _resampled(y, drawn)), confidence)
 
 
-def difference_interval(
+def correlation_difference(
     x: Sequence[float],
     other: Sequence[float],
     y: Sequence[float],
     seed: int = 0,
     resamples: int = RESAMPLES,
     confidence: float = CONFIDENCE,
-) -> tuple[float, float] | None:
-    """The percentile bootstrap interval of ρ(x, y) − ρ(other, y): which of two orders is more like a third? Both
+) -> tuple[float, float, float] | None:
+    """ρ(x, y) − ρ(other, y): which of two orders is more like a third? And its percentile bootstrap interval. Both
     correlations are of the same policies in every resample, because they share what they have in common.
 
     Args:
@@ -65,15 +65,16 @@ def difference_interval(
         seed, resamples, confidence: as of `interval`.
 
     Returns:
-        As of `interval`.
+        The difference and the two ends; None as of `interval`.
     """
-    if len(x) < FEWEST or spearman(x, y) is None or spearman(other, y) is None:
+    first = spearman(x, y)
+    second = spearman(other, y)
+    if len(x) < FEWEST or first is None or second is None:
         return None
     drawn = _draws(len(x), seed, resamples)
     third = _resampled(y, drawn)
-    return _ends(
-        _correlations(_resampled(x, drawn), third) - _correlations(_resampled(other, drawn), third), confidence
-    )
+    found = _correlations(_resampled(x, drawn), third) - _correlations(_resampled(other, drawn), third)
+    return first - second, *_ends(found, confidence)
 
 
 def _draws(n: int, seed: int, resamples: int) -> NDArray[np.int64]:

@@ -29,9 +29,8 @@ newest, and `rows` the sequences that have such a head.
 `Policy.due` (`kv/contract.py`) adds `slack`, here the buffer, to the budget. `Policy.room` is what protected tokens
 leave of the budget: all of it, unless `protect_prompt` is set.
 
-R needs the cosines of all pairs of keys. A head that evicts every few tokens would compute the same ones again and
-again. So it remembers for each token the newest key that resembles its own (`ref/running_redundancy.py`). Then it
-needs only the cosines of new tokens, and of those whose remembered key was evicted. R is the same.
+If it evicts every few tokens, it remembers which keys resemble each other, and R is the same but for rounding
+(`similar_keys.py`).
 """
 
 from __future__ import annotations
@@ -45,12 +44,9 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv.contract import Demand, See, Shape, Step, Storage
-from minithink.kv.schedule import Schedule, share_of
+from minithink.kv.schedule import share_of
 from minithink.policies.scored import Choice, Scored
-
-NOWHERE = 2**31 - 1  # the position in an empty entry: behind all others
-OFTEN = 8  # tokens from one eviction to the next, up to which similar keys are remembered
-NOTHING = -1  # in place of the position of a similar key
+from minithink.policies.similar_keys import SimilarKeys, evicts_often
 
 
 @dataclass
@@ -94,7 +90,7 @@ class Rkv(Scored):
         self.slack = self.buffer  # `Policy.due`: evict at budget + slack
         self.storage = Storage(compaction=self.compaction)
         self.demands = (Demand(See.QUERY, rows=self.alpha),)
-        self._known: tuple[Tensor, Tensor] | None = None
+        self._similar: SimilarKeys | None = None
 
     def due(self, step: Step) -> tuple[Tensor, Tensor]:
         """Which lanes must evict now, and how many tokens each may keep: bool and int32, [L, B, Hkv]."""
@@ -124,61 +120,26 @@ class Rkv(Scored):
             pooling=self.pooling,
         )
         # R = softmax_j mean_i C_ij, over all keys that are held
-        redundancy = self._redundancy(step, layer, k, choice.held)
+        if self._similar is None:
+            redundancy = step.ops.redundancy(k, choice.held, self.threshold)
+        else:
+            redundancy = self._similar.redundancy(step, layer, k, choice.held, self.threshold)
         # Z = λ·Ĩ − (1 − λ)·R
         z: Tensor = self.lam * importance - (1 - self.lam) * redundancy
         return z
 
-    def _redundancy(self, step: Step, layer: int, k: Tensor, held: Tensor) -> Tensor:
-        """R of a layer's tokens: float32 [B, Hkv, S]."""
-        r: Tensor
-        if self._known is None:
-            r = step.ops.redundancy(k, held, self.threshold)
-            return r
-        position, match = self._known
-        r = step.ops.running_redundancy(
-            k=k,
-            valid=held,
-            pos=step.pos(layer),
-            known=(position[layer], match[layer]),
-            at=step.row,
-            threshold=self.threshold,
-        )
-        return r
-
-    # -- state, in heads that evict often: positions of the tokens held, and of the newest key that resembles each
-
     def setup(self, shape: Shape) -> None:
-        self._known = None
-        if self._remembers(shape):
-            size = (*shape.tables, self.room_for(shape, 1))
-            position = torch.full(size, NOWHERE, dtype=torch.int32, device=shape.device)
-            self._known = position, torch.full_like(position, NOTHING)
-
-    def _remembers(self, shape: Shape) -> bool:
-        """Whether similar keys are remembered: R counts, evictions are frequent, and keys stay as they are.
-
-        With longer gaps the cosines of an eviction are spread over many steps, and 8 bytes for each token cost more
-        than they are worth.
-        """
-        schedule = Schedule.parse(self.schedule)
-        if self.lam == 1 or self.limit is None or schedule.shares is not None:
-            return False
-        gap = self.buffer  # tokens from one eviction to the next
-        if schedule.interval is not None:
-            gap = schedule.interval
-        elif schedule.grow is not None and schedule.keep is not None:
-            gap = schedule.grow - schedule.keep
-        return gap <= OFTEN and shape.keys_stay
+        # Keys that are quantized later would no longer be those that were compared. With λ = 1 R does not count.
+        may_remember = shape.keys_stay and self.limit is not None and self.lam < 1
+        often = may_remember and evicts_often(self.schedule, self.buffer)
+        self._similar = SimilarKeys(shape, self.room_for(shape, 1)) if often else None
 
     def reset(self, row: int) -> None:
-        if self._known is not None:
-            position, match = self._known
-            position[:, row] = NOWHERE
-            match[:, row] = NOTHING
+        if self._similar is not None:
+            self._similar.reset(row)
 
     def state(self) -> Iterable[Tensor]:
-        return self._known or ()
+        return () if self._similar is None else self._similar.tensors()
 
 
 # Choices

@@ -44,7 +44,7 @@ def running_redundancy(
     Args:
         k: [B, Hkv, S, D], rotated keys, oldest first; anything (also NaN) where not valid. Tokens that are known have
             the keys that they had in the last call.
-        valid: bool [B, Hkv, S]: the first columns of each lane, as many as it holds tokens.
+        valid: bool [B, Hkv, S]: the first columns of each lane, as many as it holds tokens. It is not broadcast.
         pos: int32 [B, Hkv, S], positions, ascending; anything where not valid. A token that came since the last call
             has a larger position than all tokens of that call.
         known: int32 [rows, Hkv, E] each, changed in place: positions (ascending, then NOWHERE), and for each of them

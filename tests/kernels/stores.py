@@ -18,6 +18,7 @@ STORAGES = {
     "ternary": Storage(("ternary",)),
     "fp8": Storage(("fp8",)),
     "int4": Storage(("int4:group=32",)),
+    "int16": Storage(("int16:group=32,params=fp32",)),
     "int8-fp32": Storage(("int8:group=16,params=fp32",)),
     "int2-by-token": Storage(("int2:group=32,by=token/int2:group=32",), buffer=32),
     "nvfp4-by-token": Storage(("nvfp4:by=token/nvfp4",), block=8, buffer=16),

@@ -34,14 +34,12 @@ DTYPES = list(TOLERANCE) if DEVICE.type == "cuda" else [torch.float32, torch.flo
 BACKEND = replace(REFERENCE, by_format=by_format)  # lists are sorted as in a step
 
 
-PROGRAMS = ("PLAIN", "SLOW", "MANY", "MANY_NVFP4", "MANY_WIDE", "FEW", "FEW_TERNARY")
-
 # What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
 # 300 is cut as lanes of 10,000 are; parts are whole blocks.
 CUTS: dict[str, dict[str, Any]] = {
     "few lanes": {"PARTS": ((0, 128),), "MANY_LANES": 10**6},
     "many": {"PARTS": ((0, 512),), "MANY_LANES": 0},
-    "long": {"PARTS": ((0, 16),), "SHORT": 16} | dict.fromkeys(PROGRAMS, Program(16, 1, 3)),
+    "long": {"PARTS": ((0, 16),), "SHORT": 16, "PROGRAMS": dict.fromkeys(_parts.PROGRAMS, Program(16, 1, 3))},
 }
 
 
@@ -49,8 +47,9 @@ def cut_as(patch: pytest.MonkeyPatch, cut: str, swapped: bool | None = None) -> 
     """Cut lanes in one of these ways, and lay out products in this way; None: as the format's program does."""
     for constant, value in CUTS[cut].items():
         patch.setattr(_parts, constant, value)
-    for name in PROGRAMS if swapped is not None else ():
-        patch.setattr(_parts, name, getattr(_parts, name)._replace(swapped=swapped))
+    if swapped is not None:
+        both = {name: program._replace(swapped=swapped) for name, program in _parts.PROGRAMS.items()}
+        patch.setattr(_parts, "PROGRAMS", both)
 
 
 @pytest.mark.parametrize("name", sorted(STORAGES))

@@ -197,18 +197,25 @@ def steps_of(one: Transfer, where: Path) -> dict[str, Any]:
 
 
 def own_steps_of(one: Transfer, model: str, weights: str, where: Path) -> dict[str, Any]:
-    """The step times of `bench model-steps` on the model with these weights: milliseconds by policy and budget, the
-    settings, and `said`, the file's source in words. Without a file of this model there are none."""
-    found: dict[str, Any] = {"milliseconds": {}, "settings": {}, "said": ""}
-    path = where / f"{one.model_steps.get(model)}.json"
-    if model not in one.model_steps or not path.is_file():
+    """The step times of `bench model-steps` on the model with these weights: milliseconds by policy and budget, and
+    `said`, what they are in words. Without a file of this model there are none."""
+    found: dict[str, Any] = {"milliseconds": {}, "said": ""}
+    if model not in one.model_steps:
+        return found
+    path = where / f"{one.model_steps[model]}.json"
+    if not path.is_file():
         return found
     result = record.read(path)
     if result["settings"]["weights"] != weights:
+        found["said"] = f"Steps in {path.name} are of other weights, and are not shown."
         return found
     found["milliseconds"] = {(m["policy"], m["budget"]): m["step_milliseconds"] for m in result["measurements"]}
-    found["settings"] = result["settings"]
-    found["said"] = f"{said_of_source(result)} ({path.name})"
+    size = result["settings"]
+    found["said"] = (
+        f"Step: {size['batch']} sequences of this model, random prompts of {size['prompt_tokens']:,} tokens, the "
+        f"row's share of {size['tokens']:,} tokens, the mean of {size['steps']:,} steps in the middle: "
+        f"{said_of_source(result)} ({path.name})"
+    )
     return found
 
 
@@ -408,14 +415,8 @@ def said_below(result: Result) -> list[str]:
         "Held: tokens of a lane at an average step. Bytes: by the ledger, with the policy's state and its "
         "observations, the mean of peaks. Loss: of real text, nats a token above the full cache's.",
     ]
-    own = result["own_steps"]
-    if own["said"]:
-        size = own["settings"]
-        parts.append(
-            f"Step: {size['batch']} sequences of this model, random prompts of {size['prompt_tokens']:,} tokens, the "
-            f"row's share of {size['tokens']:,} tokens, the mean of {size['steps']:,} steps after half of them: "
-            f"{own['said']}"
-        )
+    if result["own_steps"]["said"]:
+        parts.append(result["own_steps"]["said"])
     if steps["said"]:
         parts.append(
             f"8B step: {SEQUENCES} sequences of a random model of the shape {SHAPE} that hold {steps['budget']:,} "

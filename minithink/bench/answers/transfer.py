@@ -36,7 +36,7 @@ from minithink.cli.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
-from minithink.evaluate.rank_correlation import difference_interval, interval, spearman
+from minithink.evaluate.rank_correlation import correlation_difference, interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.results.figures import drawing, need_matplotlib
 from minithink.results.pooled import need
@@ -247,7 +247,7 @@ class Source:
                 runs += self.runs_of(self.one.losses, model)
         rows = list[Row]()
         for first, second in combinations(values, 2):
-            of_answers = (first[1] == ANSWERS) + (second[1] == ANSWERS)
+            of_answers = [first[1], second[1]].count(ANSWERS)
             if of_answers == 2 or (of_answers == 1 and first[0] == second[0]):
                 rows += correlations(first, values[first], second, values[second], [*self.one.ranked.values()])
         answers = [what for what in values if what[1] == ANSWERS]
@@ -371,12 +371,12 @@ def differences(orders: Mapping[tuple[str, str], Values], ranked: Sequence[str])
         if not all_three.policies:
             continue
         x, other, y = (all_three.of(order, budget) for order in orders.values())
-        ends = difference_interval(x, other, y)
-        if ends is None:
+        found = correlation_difference(x, other, y)
+        if found is None:
             continue
         row = {"first": f"{more[0]} less {said_of(less)}", "second": said_of(last), "budget": budget}
         row |= {"policies": len(y), "families": list(all_three.families)}
-        rows.append(row | {"rho": (spearman(x, y) or 0) - (spearman(other, y) or 0), "low": ends[0], "high": ends[1]})
+        rows.append(row | dict(zip(("rho", "low", "high"), found, strict=True)))
     return rows
 
 

@@ -466,8 +466,8 @@ CACHE = (
         code=("policies.thinkv:Tbe",),
         shown=(f"{EVIDENCE}#a-step-at-the-steady-state",),
         paper="3.2 and 1.6 ×.",
-        here="1.47 × R-KV without gather. 34 × R-KV that evicts at every step says little: 94.7 % of that step is "
-        "this project's own eviction.",
+        here="1.47 × R-KV without gather. 34 × R-KV that evicts at every step says little: 94.7 % of that step was "
+        "this project's own eviction, before R-KV remembered similar keys.",
     ),
     Item(
         of="Table 3: accuracy, largest batch and throughput with 2,048 tokens",

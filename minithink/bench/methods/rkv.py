@@ -15,6 +15,7 @@ from minithink.bench.methods import Inputs, Operation, StandIn, StandIns
 from minithink.kv.contract import Step
 from minithink.policies.rkv import Rkv
 from minithink.policies.scored import Choice
+from minithink.policies.similar_keys import NONE, NOWHERE
 
 
 class DrawnRkv(StandIn, Rkv):
@@ -42,8 +43,6 @@ STAND_INS: StandIns = {
 KV_HEADS = 8
 DIM = 128  # channels of a head
 SEQUENCES = 64  # that are due together: R-KV without a buffer decides in every step
-NOWHERE = 2**31 - 1  # the position in an empty entry
-NONE = -1  # in place of the position of a similar key
 
 
 def pairs(tokens: int, device: str) -> Inputs:

@@ -306,7 +306,9 @@ def test_steps_of_the_model_itself_are_shown_at_their_budget(tmp_path: Path) -> 
     assert line_of(lines, "h2o", "50 %").endswith(" | – | – |")
     assert "Step: 64 sequences of this model, random prompts of 512 tokens" in "\n".join(lines)
     record.write(path, about | {"settings": settings | {"weights": "of the embedded one"}})
-    assert lines_of(result_of(runs_of(), tmp_path))[0].endswith(" | loss | 8B step |")
+    lines = lines_of(result_of(runs_of(), tmp_path))
+    assert lines[0].endswith(" | loss | 8B step |")
+    assert "Steps in backbone-steps.json are of other weights, and are not shown." in "\n".join(lines)
 
 
 # Sentences ---------------------------------------------------------------------------------------------------------
