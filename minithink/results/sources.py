@@ -148,7 +148,8 @@ def _kernels(called: frozenset[str]) -> tuple[str, ...]:
     Args:
         called: the twins that a policy calls, which have its kernels' names.
     """
-    every_policys = _called(_paths(POLICIES.values()))
+    modules = _paths(POLICIES.values())
+    every_policys = _called(tuple(sorted({*modules, *_beside(modules)})))
     folder = ROOT / "kernels"
     names = {path.stem for path in folder.glob("*.py")}
     names = {name for name in names if name in called or name not in every_policys}
