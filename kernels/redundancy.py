@@ -11,17 +11,17 @@ To use it alone, copy this file and `_common.py`. With the GPU as torch's defaul
     >>> redundancy(k, valid, threshold=0.5).cpu()  # float32 [B, Hkv, S]; of equal keys the newest is spared
     tensor([[[0.3342, 0.2603, 0.2027, 0.2027]]])
 
-Layout: four launches, each with a program per lane and block of BLOCK keys, the last with a program per lane.
+Layout: three launches, each with a program per lane and block of BLOCK keys, the last with a program per lane.
 
     _unit      1/(‖k‖ + 1e−8), and a block's share of Σ_i k̂_i
     _newest    per row i: j*_i, C_ij*, and the row's own column sum without sparing, k̂_i·Σ k̂ − k̂_i·k̂_i
-    _columns   per column j: less Σ_{i: j*_i = j} C_ij*, over the number of valid keys. Each column gathers what its
-               rows spare by comparing all j*_i with j: integers only, always in one order, no atomics
-    _softmax   per lane
+    _softmax   per lane: column sums less what is spared, over the number of valid keys, and their softmax
 
-_newest searches j* from the newest keys backwards, and stops when every row of its block has found one. If keys
-resemble each other, as those of trained models do, it computes only a small part of C. 16-bit keys are multiplied
-before the division by their norms: then each product is exact on tensor cores, and the sums are in float32.
+What column j spares, Σ_{i: j*_i = j} C_ij*, is added up by the rows, each at its own time. They add integers, in
+units of 1/ONE, because a sum of integers is the same in every order. _newest searches j* from the newest keys
+backwards, and stops when every row of its block has found one. If keys resemble each other, as those of trained
+models do, it computes only a small part of C. 16-bit keys are multiplied before the division by their norms: then
+each product is exact on tensor cores, and the sums are in float32.
 Bound: arithmetic for float32 keys and for lanes of dissimilar keys, else memory. At most S²·D multiply-adds, and at
 least three reads of K, for each lane. Blocks without a valid key are not read.
 """
@@ -41,6 +41,7 @@ BLOCK = 64  # keys of a program, and at a time
 SOFTMAX_BLOCK = 1024  # keys at a time
 DEPTH = 32  # of float32 products: more of D at a time would not fit into the registers
 WARPS = 8  # of _newest: with fewer the product does not fit into the registers
+ONE = tl.constexpr(float(2**40))  # 1 in the units of what is spared; the sum over 2²² keys fits
 
 
 @triton.jit
@@ -55,6 +56,7 @@ def _unit(
     p_k,
     p_valid,
     p_scale,
+    p_spared,
     p_partial,
     heads,
     width,
@@ -75,6 +77,7 @@ def _unit(
     valid = tl.load(p_valid + i_lane // heads * stride_v_b + i_lane % heads * stride_v_h + row, m_in, other=0) != 0
     p_partial += (i_lane * tl.num_programs(1) + i_block) * WIDE
     p_scale += i_lane * width
+    tl.store(p_spared + i_lane * width + row, tl.zeros((BLOCK,), tl.int64), m_in)
     if tl.max(valid.to(tl.int32)) == 0:
         tl.store(p_scale + row, tl.zeros((BLOCK,), tl.float32), m_in)
         tl.store(p_partial + dim, tl.zeros((WIDE,), tl.float32))
@@ -92,7 +95,6 @@ def _newest(
     p_valid,
     p_scale,
     p_partial,
-    p_newest,
     p_spared,
     p_total,
     heads,
@@ -116,7 +118,7 @@ def _newest(
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
     valid = tl.load(p_valid + row, row < width, other=0) != 0
     if tl.max(valid.to(tl.int32)) == 0:
-        return  # _columns reads results of valid rows only
+        return  # _softmax reads results of valid rows only
     p_k += i_lane // heads * stride_k_b + i_lane % heads * stride_k_h
     p_scale += i_lane * width
     scale = tl.load(p_scale + row, valid, other=0.0)
@@ -160,10 +162,8 @@ def _newest(
 
     everything = _sum_of_units(p_partial + i_lane * tl.num_programs(1) * WIDE, WIDE)
     unit = k * scale[:, None]
-    o_row = i_lane * width + row
-    tl.store(p_total + o_row, tl.sum(unit * (everything[None, :] - unit), 1), valid)
-    tl.store(p_newest + o_row, newest, valid)
-    tl.store(p_spared + o_row, spared, valid)
+    tl.store(p_total + i_lane * width + row, tl.sum(unit * (everything[None, :] - unit), 1), valid)
+    _spare(p_spared + i_lane * width, newest, spared, valid)
 
 
 @triton.jit
@@ -208,45 +208,41 @@ def _sum_of_units(p_partial, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _columns(p_valid, p_newest, p_spared, p_total, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr):
-    i_lane = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
-    valid_j = tl.load(p_valid + column, column < width, other=0) != 0
-    if tl.max(valid_j.to(tl.int32)) == 0:
-        return  # _softmax reads results of valid columns only
-    p_newest += i_lane * width
-    p_spared += i_lane * width
-    p_total += i_lane * width
-    spared = tl.zeros((BLOCK,), tl.float32)
-    count = tl.zeros((), tl.int32)  # valid keys
-    for start in range(0, width, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        valid = tl.load(p_valid + row, row < width, other=0) != 0
-        newest = tl.load(p_newest + row, valid, other=-1)
-        c = tl.load(p_spared + row, valid, other=0.0)
-        spared += tl.sum(tl.where(newest[:, None] == column[None, :], c[:, None], 0.0), 0)
-        count += tl.sum(valid.to(tl.int32))
-    total = tl.load(p_total + column, valid_j, other=0.0)
-    tl.store(p_total + column, (total - spared) / count.to(tl.float32), valid_j)
+def _spare(p_spared, newest, c, m_row):
+    """Add C_ij* of some rows of a lane to what the columns j* spare: int64, in units of 1/ONE."""
+    tl.atomic_add(p_spared + newest, (c.to(tl.float64) * ONE).to(tl.int64), m_row)
 
 
 @triton.jit
-def _softmax(p_valid, p_mean, p_out, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr):
+def _mean(p_total, p_spared, column, valid, count):
+    """The means of some columns over `count` rows, float32; 0 where not valid."""
+    spared = tl.load(p_spared + column, valid, other=0).to(tl.float64) / ONE
+    return (tl.load(p_total + column, valid, other=0.0) - spared.to(tl.float32)) / count.to(tl.float32)
+
+
+@triton.jit
+def _softmax(p_valid, p_total, p_spared, p_out, heads, width, stride_v_b, stride_v_h, BLOCK: tl.constexpr):
     i_lane = tl.program_id(0).to(tl.int64)
     p_valid += i_lane // heads * stride_v_b + i_lane % heads * stride_v_h
-    p_mean += i_lane * width
+    p_total += i_lane * width
+    p_spared += i_lane * width
     p_out += i_lane * width
+    count = tl.zeros((), tl.int32)  # valid keys
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        count += tl.sum((tl.load(p_valid + column, column < width, other=0) != 0).to(tl.int32))
+    count = tl.maximum(count, 1)  # lanes without keys divide, too
     total = tl.zeros((), tl.float32)
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         valid = tl.load(p_valid + column, column < width, other=0) != 0
         # Means of cosines are at most 1, so the softmax needs no subtraction of the maximum.
-        total += tl.sum(tl.where(valid, tl.exp(tl.load(p_mean + column, valid, other=0.0)), 0.0))
+        e = tl.exp(_mean(p_total, p_spared, column, valid, count))
+        total += tl.sum(tl.where(valid, e, 0.0))
     for start in range(0, width, BLOCK):
         column = start + tl.arange(0, BLOCK)
         valid = tl.load(p_valid + column, column < width, other=0) != 0
-        e = tl.where(valid, tl.exp(tl.load(p_mean + column, valid, other=0.0)), 0.0)
+        e = tl.where(valid, tl.exp(_mean(p_total, p_spared, column, valid, count)), 0.0)
         tl.store(p_out + column, e / tl.where(total > 0, total, 1.0), column < width)  # zeros in lanes without keys
 
 
@@ -273,8 +269,8 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     k = k if k.stride(3) == 1 else k.contiguous()
     valid = valid if valid.stride(-1) == 1 else valid.contiguous()
     flags = valid.view(torch.uint8).expand(b, heads, width)
-    scale, total, spared = (torch.empty_like(out) for _ in range(3))
-    newest = torch.empty_like(out, dtype=torch.int32)
+    scale, total = (torch.empty_like(out) for _ in range(2))
+    spared = torch.empty_like(out, dtype=torch.int64)
     partial = torch.empty(lanes, blocks, wide, dtype=torch.float32, device=k.device)
     shape = {"D": dim, "WIDE": wide, "BLOCK": BLOCK}
     full = INTERPRETED or k.dtype == torch.float32
@@ -283,6 +279,7 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         p_k=k,
         p_valid=flags,
         p_scale=scale,
+        p_spared=spared,
         p_partial=partial,
         heads=heads,
         width=width,
@@ -298,7 +295,6 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         p_valid=flags,
         p_scale=scale,
         p_partial=partial,
-        p_newest=newest,
         p_spared=spared,
         p_total=total,
         heads=heads,
@@ -312,20 +308,10 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         **shape,
         **product,
     )
-    _columns[lanes, blocks](
-        p_valid=flags,
-        p_newest=newest,
-        p_spared=spared,
-        p_total=total,
-        heads=heads,
-        width=width,
-        stride_v_b=flags.stride(0),
-        stride_v_h=flags.stride(1),
-        BLOCK=BLOCK,
-    )
     _softmax[(lanes,)](
         p_valid=flags,
-        p_mean=total,
+        p_total=total,
+        p_spared=spared,
         p_out=out,
         heads=heads,
         width=width,
@@ -338,15 +324,14 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
 
 def variants() -> Iterator[Variant]:
     size = {"heads": "i32", "width": "i32", "stride_v_b": "i32", "stride_v_h": "i32", "p_valid": "*u8"}
-    found = {"p_newest": "*i32", "p_spared": "*fp32", "p_total": "*fp32"}
+    sums = {"p_spared": "*i64", "p_total": "*fp32"}
     for dtype, dims in (("fp32", (64, 128)), ("fp16", (64, 128)), ("bf16", (64, 96, 128))):
         for dim in dims:
             shape = {"D": dim, "WIDE": power_of_2(dim), "BLOCK": BLOCK}
             strides = {"stride_k_b": "i64", "stride_k_h": "i32", "stride_k_s": "i32"}
             keys = {"p_k": f"*{dtype}", "p_scale": "*fp32", "p_partial": "*fp32", **size, **strides}
-            yield Variant(_unit, keys, shape)
+            yield Variant(_unit, {**keys, "p_spared": "*i64"}, shape)
             full = dtype == "fp32"
             product = {"FULL": full, "DEPTH": DEPTH if full else power_of_2(dim)}
-            yield Variant(_newest, {**keys, **found, "threshold": "fp32"}, {**shape, **product}, {"num_warps": WARPS})
-    yield Variant(_columns, {**size, **found}, {"BLOCK": BLOCK})
-    yield Variant(_softmax, {**size, "p_mean": "*fp32", "p_out": "*fp32"}, {"BLOCK": SOFTMAX_BLOCK})
+            yield Variant(_newest, {**keys, **sums, "threshold": "fp32"}, {**shape, **product}, {"num_warps": WARPS})
+    yield Variant(_softmax, {**size, **sums, "p_out": "*fp32"}, {"BLOCK": SOFTMAX_BLOCK})

@@ -18,20 +18,20 @@ device:
     >>> match.tolist()  # for each key the position of the newest one that resembles it
     [[[5, 5, 1, -1, -1]]]
 
-Layout: seven launches. Three are those of `redundancy.py`.
+Layout: six launches. Two are those of `redundancy.py`.
 
     _unit      as there, with a program per lane and block of BLOCK keys
     _recall    a program per lane finds what is known of its tokens, and lists the rows that must be searched
     _search    their j*: a program per lane and ROWS listed rows, from the newest keys backwards
     _match     a program per lane and block of BLOCK keys: j* where a new key replaces it, then C_ij* and the row's
                own column sum. New keys are the last ones of a lane, NEW at a time
-    _columns, _softmax    as there
+    _softmax   as there
     _remember  a program per lane writes the positions of its tokens and of their j*
 
 `_search` and `_match` differ by the side from which they see a new key. The first asks which keys the new key
 resembles, which takes one row; the second, which keys resemble it, which takes one column of all rows.
-Bound: memory, where few tokens came and left. K is read four times and a row of it for each j*; S² integers are
-compared. When nothing is known, as after a prompt, S²·D multiply-adds, as in `redundancy.py`.
+Bound: memory, where few tokens came and left. K is read four times and a row of it for each j*. When nothing is
+known, as after a prompt, S²·D multiply-adds, as in `redundancy.py`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from minithink.kernels._common import INTERPRETED, Variant, power_of_2, with_den
 from minithink.kernels._entries import NOWHERE, find, search
 from minithink.kernels.redundancy import (
     DEPTH,
-    _columns,
     _cosines,
     _keys,
     _softmax,
+    _spare,
     _sum_of_units,
     _unit,
 )
@@ -162,9 +162,50 @@ def _search(
     m_row = place < listed
     row = tl.load(p_rows + i_lane * width + place, m_row, other=0)
     scale = tl.load(p_scale + row, m_row, other=0.0)
-    newest = tl.where(m_row, -1, 0)
-    start = (held - 1) // COLUMNS * COLUMNS
-    while (start >= 0) & (tl.min(newest) < 0):
+    newest = _newest_similar(
+        p_k,
+        p_scale,
+        row,
+        m_row,
+        scale,
+        tl.where(m_row, -1, 0),
+        0,
+        held,
+        threshold,
+        stride_k_s,
+        D,
+        WIDE,
+        ROWS,
+        COLUMNS,
+        FULL,
+        DEPTH,
+    )
+    tl.store(p_newest + i_lane * width + row, newest, m_row)
+
+
+@triton.jit
+def _newest_similar(
+    p_k,
+    p_scale,
+    row,
+    m_row,
+    scale,
+    newest,
+    first,
+    held,
+    threshold,
+    stride_k_s,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FULL: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """The newest of the columns from `first` that each row resembles: −1 if there is none, and `newest` of rows where
+    that is not negative."""
+    start = first + ((held - first + COLUMNS - 1) // COLUMNS - 1) * COLUMNS
+    while (start >= first) & (tl.min(newest) < 0):
         column = start + tl.arange(0, COLUMNS)
         m_column = column < held
         c = _cosines(
@@ -186,7 +227,7 @@ def _search(
         similar = tl.max(tl.where((c > threshold) & m_column[None, :], column[None, :], -1), 1)
         newest = tl.where(newest < 0, similar, newest)
         start -= COLUMNS
-    tl.store(p_newest + i_lane * width + row, newest, m_row)
+    return newest
 
 
 @triton.jit
@@ -215,7 +256,7 @@ def _match(
     FULL: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """j* of all rows as a column, 0 for none, and as a position (`p_found`); C_ij*; the sums without sparing."""
+    """The position of all rows' j* (`p_found`); what the columns spare; the sums without sparing."""
     i_lane = tl.program_id(0).to(tl.int64)
     i_block = tl.program_id(1)
     held = tl.load(p_plan + 3 * i_lane + 2)
@@ -232,42 +273,35 @@ def _match(
     newest = tl.load(p_newest + o_row, m_row, other=0)
 
     # A new key is newer than what is known of older rows. Rows of new keys were searched.
-    late = tl.where(row < first, -1, 0)
-    start = first + ((held - first + NEW - 1) // NEW - 1) * NEW
-    while (start >= first) & (tl.min(late) < 0):
-        column = start + tl.arange(0, NEW)
-        m_column = column < held
-        c = _cosines(
-            p_k,
-            p_scale,
-            row,
-            m_row,
-            scale,
-            column,
-            m_column,
-            stride_k_s,
-            D,
-            WIDE,
-            BLOCK,
-            NEW,
-            FULL,
-            DEPTH,
-        )
-        similar = tl.max(tl.where((c > threshold) & m_column[None, :], column[None, :], -1), 1)
-        late = tl.where(late < 0, similar, late)
-        start -= NEW
+    late = _newest_similar(
+        p_k,
+        p_scale,
+        row,
+        m_row,
+        scale,
+        tl.where(row < first, -1, 0),
+        first,
+        held,
+        threshold,
+        stride_k_s,
+        D,
+        WIDE,
+        BLOCK,
+        NEW,
+        FULL,
+        DEPTH,
+    )
     newest = tl.where(row < first, tl.maximum(newest, late), newest)
 
     m_found = m_row & (newest >= 0)
     tl.store(p_found + o_row, tl.load(p_pos + newest, m_found, other=NONE), m_row)
     newest = tl.maximum(newest, 0)  # a row that resembles no key spares C_i0
-    tl.store(p_newest + o_row, newest, m_row)
 
     dim = tl.arange(0, WIDE)
     unit = _keys(p_k, row, m_row, dim, stride_k_s, D, True) * scale[:, None]
     other = _keys(p_k, newest, m_row, dim, stride_k_s, D, True)
     c = tl.sum(unit * other, 1) * tl.load(p_scale + newest, m_row, other=0.0)
-    tl.store(p_spared + o_row, tl.where(newest == row, 0.0, c), m_row)
+    _spare(p_spared + i_lane * width, newest, tl.where(newest == row, 0.0, c), m_row)
     everything = _sum_of_units(p_partial + i_lane * tl.num_programs(1) * WIDE, WIDE)
     tl.store(p_total + o_row, tl.sum(unit * (everything[None, :] - unit), 1), m_row)
 
@@ -330,7 +364,8 @@ def running_redundancy(
     valid = with_dense_columns(valid)
     pos = with_dense_columns(pos)
     flags = valid.view(torch.uint8)
-    scale, total, spared = (torch.empty_like(out) for _ in range(3))
+    scale, total = (torch.empty_like(out) for _ in range(2))
+    spared = torch.empty_like(out, dtype=torch.int64)
     newest, found, rows = (torch.empty_like(out, dtype=torch.int32) for _ in range(3))
     partial = torch.empty(lanes, blocks, wide, dtype=torch.float32, device=k.device)
     plan = torch.empty(lanes, 3, dtype=torch.int32, device=k.device)
@@ -345,6 +380,7 @@ def running_redundancy(
         p_k=k,
         p_valid=flags,
         p_scale=scale,
+        p_spared=spared,
         p_partial=partial,
         BLOCK=BLOCK,
         **size,
@@ -398,18 +434,10 @@ def running_redundancy(
         **of_pos,
         **product,
     )
-    _columns[lanes, blocks](
-        p_valid=flags,
-        p_newest=newest,
-        p_spared=spared,
-        p_total=total,
-        BLOCK=BLOCK,
-        **size,
-        **of_flags,
-    )
     _softmax[(lanes,)](
         p_valid=flags,
-        p_mean=total,
+        p_total=total,
+        p_spared=spared,
         p_out=out,
         BLOCK=SOFTMAX_BLOCK,
         **size,
@@ -441,7 +469,7 @@ def variants() -> Iterator[Variant]:
     of_found = {"p_found": "*i32", "p_plan": "*i32"}
     yield Variant(_remember, {**size, **lists, **of_pos, **of_found}, {"LISTED": LISTED})
     keys = {"p_scale": "*fp32", "stride_k_b": "i64", "stride_k_h": "i32", "stride_k_s": "i32", "threshold": "fp32"}
-    sums = dict.fromkeys(("p_partial", "p_spared", "p_total"), "*fp32")
+    sums = dict.fromkeys(("p_partial", "p_total"), "*fp32") | {"p_spared": "*i64"}
     for dtype, dims in (("fp32", (64, 128)), ("fp16", (64, 128)), ("bf16", (64, 96, 128))):
         for dim in dims:
             full = dtype == "fp32"
