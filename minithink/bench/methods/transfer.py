@@ -153,7 +153,7 @@ SWEEPS = {
     "transfer-losses": Sweep(
         "the same policies by the loss of reference traces and of fixed texts",
         ALL,
-        budgets=BUDGETS[1:],
+        budgets=BUDGETS,
         problems=TRACES,
         datasets=(REFERENCE, FIXED),
         losses=True,
