@@ -1,4 +1,5 @@
-"""Pictures of losses above the full cache: by tokens held, by bytes held, and by position in the text."""
+"""Pictures of losses above the full cache: by tokens held, by bytes held, by position in the text, and by distance
+behind the budget."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minithink.evaluate.loss_summary import Above, LossRow
+from minithink.evaluate.loss_summary import Above, Band, LossRow
 from minithink.evaluate.plots import add_legend, figure_of, label_of, own_settings, styles_of
 from minithink.evaluate.summary import budget_text, size
 from minithink.results.figures import write_svg
@@ -19,8 +20,10 @@ LINES = ("-", "--", ":", "-.")  # of a policy's first budget, of its second, …
 
 
 def draw(rows: Sequence[LossRow], folder: Path, title: str = "") -> list[Path]:
-    """Draw loss-by-tokens.svg, loss-by-bytes.svg and loss-by-position.svg → the files. Without a policy beside the
-    full cache there is nothing to draw.
+    """Draw loss-by-tokens.svg, loss-by-bytes.svg, loss-by-position.svg and loss-by-distance.svg → the files.
+
+    Without a policy beside the full cache nothing is drawn. The picture by distance is left out if no policy has
+    losses behind a budget.
 
     Raises:
         MinithinkError: matplotlib is missing, or a file cannot be written.
@@ -33,8 +36,12 @@ def draw(rows: Sequence[LossRow], folder: Path, title: str = "") -> list[Path]:
         figures = {
             "loss-by-tokens": _by_memory(others, lambda row: row.tokens_mean, "tokens kept a lane, mean"),
             "loss-by-bytes": _by_memory(others, lambda row: row.kv_bytes_mean, "KV cache, bytes a text, mean"),
-            "loss-by-position": _by_position(others),
+            "loss-by-position": _by_band(others, lambda row: row.by_position, "position in the text, tokens"),
         }
+        if any(row.by_distance for row in others):
+            figures["loss-by-distance"] = _by_band(
+                others, lambda row: row.by_distance, "distance behind the budget, tokens"
+            )
         figures["loss-by-bytes"].axes[0].xaxis.set_major_formatter(lambda x, _: size(x).replace(".0 ", " "))
         for name, figure in figures.items():
             figure.axes[0].set_title(title, loc="left", fontsize=10)
@@ -72,28 +79,34 @@ def _by_memory(rows: Sequence[LossRow], memory: Callable[[LossRow], float], name
     return figure
 
 
-def _by_position(rows: Sequence[LossRow]) -> Figure:
-    """One line for every policy and budget."""
-    policies = [row.policy for row in rows]
-    figure, axis = figure_of([f"{row.policy} {row.budget}" for row in rows])
-    styles = styles_of(policies)
-    drawn: list[str] = []
-    for row in rows:
-        name = label_of(row.policy)
+def _by_band(rows: Sequence[LossRow], bands: Callable[[LossRow], Sequence[Band]], name: str) -> Figure:
+    """One line for every policy and budget that has bands. A policy looks alike in all pictures.
+
+    Args:
+        rows: all that are drawn in some picture.
+        bands: those of a row; empty: it is left out.
+        name: of what the bands divide, on the x axis.
+    """
+    styles = styles_of([row.policy for row in rows])
+    drawn = [row for row in rows if bands(row)]
+    figure, axis = figure_of([f"{row.policy} {row.budget}" for row in drawn])
+    before: list[str] = []  # policies of the lines so far
+    for row in drawn:
+        label = label_of(row.policy)
         if row.budget is not None:
-            name += f" at {budget_text(row.budget)}"
+            label += f" at {budget_text(row.budget)}"
         axis.plot(
-            [(band.first + band.last + 1) / 2 for band in row.by_position],
-            [band.above.mean for band in row.by_position],
-            label=name,
-            linestyle=LINES[drawn.count(row.policy) % len(LINES)],
+            [(band.first + band.last + 1) / 2 for band in bands(row)],
+            [band.above.mean for band in bands(row)],
+            label=label,
+            linestyle=LINES[before.count(row.policy) % len(LINES)],
             linewidth=1.5,
             markersize=4,
             **styles[row.policy],
         )
-        drawn.append(row.policy)
+        before.append(row.policy)
     axis.axhline(0, color="black", linewidth=0.8)
-    axis.set_xlabel("position in the text, tokens")
+    axis.set_xlabel(name)
     axis.set_ylabel("loss above the full cache, nats")
     add_legend(figure)
     return figure

@@ -432,13 +432,16 @@ def test_pictures_of_losses(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(loss_plots, "draw", DRAW)
     assert main(words(model, folder, tmp_path, policies="window,kivi:group=16,residual=16", budgets="0.4,0.6")) == 0
-    names = {"loss-by-bytes.svg", "loss-by-position.svg", "loss-by-tokens.svg"}
+    names = {"loss-by-bytes.svg", "loss-by-distance.svg", "loss-by-position.svg", "loss-by-tokens.svg"}
     assert {path.name for path in tmp_path.glob("*.svg")} == names
     for path in tmp_path.glob("*.svg"):
         said = path.read_text()
         assert ">texts, 3 texts of up to 90 tokens<" in said
-        assert ">kivi:group=16,residual=16<" in said
+        assert (">kivi:group=16,residual=16<" in said) == (path.name != "loss-by-distance.svg")  # it has no budget
     assert ">window at 60 %<" in (tmp_path / "loss-by-position.svg").read_text()
+    by_distance = (tmp_path / "loss-by-distance.svg").read_text()
+    assert ">window at 40 %<" in by_distance
+    assert ">window at 60 %<" in by_distance
     before = (tmp_path / "loss-by-tokens.svg").read_bytes()
     (tmp_path / "loss-by-tokens.svg").unlink()
     again = words(
@@ -453,6 +456,36 @@ def test_pictures_of_losses(
 
 def test_the_full_cache_alone_has_no_picture(tmp_path: Path) -> None:
     assert DRAW(summarize([record("full", "a", [1.0])]), tmp_path) == []
+
+
+def test_the_picture_by_distance_has_a_point_for_each_band(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At the middle of the band behind the budget, and not at the position in the text."""
+    pytest.importorskip("matplotlib")
+    figures = dict[str, Any]()
+    monkeypatch.setattr(loss_plots, "write_svg", lambda figure, path, option: figures.update({path.name: figure}))
+    within = 10  # tokens between a prompt of 4 and the first token that is foretold when one had to go
+    worse = [1.0] * within + [2.0] * BAND + [4.0] * BAND
+    records = [
+        record("full", "a", [1.0] * len(worse)),
+        record("window", "a", worse, budget=4 + within - 1),
+        record("kivi", "a", [1.5] * len(worse)),
+    ]
+    DRAW(summarize(records), tmp_path)
+    [line, zero] = figures["loss-by-distance.svg"].axes[0].lines
+    assert line.get_label() == "window at 13"
+    assert list(line.get_xdata()) == [BAND / 2, 3 * BAND / 2]
+    assert list(line.get_ydata()) == [1.0, 3.0]
+    assert list(zero.get_ydata()) == [0, 0]
+    [*by_position, _] = figures["loss-by-position.svg"].axes[0].lines
+    assert [one.get_label() for one in by_position] == ["kivi", "window at 13"]
+    assert line.get_color() == by_position[1].get_color()  # a policy looks alike in all pictures
+
+
+def test_without_a_budget_there_is_no_picture_by_distance(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = summarize([record("full", "a", [1.0, 1.0]), record("kivi", "a", [1.5, 1.0])])
+    names = {path.name for path in DRAW(rows, tmp_path)}
+    assert names == {"loss-by-bytes.svg", "loss-by-position.svg", "loss-by-tokens.svg"}
 
 
 # -- the summary
