@@ -249,7 +249,8 @@ def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
         values = dict[Any, None]()  # each once, in the order in which they come
         for group in groups:
             values |= dict.fromkeys(group)
-        for value in values:
+        in_order = sorted(values) if table.across == "budget" else values
+        for value in in_order:
             columns += [(column, value) for column in table.cells]
     columns += [(column, None) for column in table.last]
     lines = []
