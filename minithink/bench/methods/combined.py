@@ -15,6 +15,8 @@ RKV = CHOSEN["rkv"]
 TRIATTENTION = CHOSEN["triattention"]
 RANDOM_ATTENTION = CHOSEN["random_attention"]
 EVICTING = (RKV, TRIATTENTION, RANDOM_ATTENTION, CHOSEN["thinkv"], CHOSEN["thinkv:types=1"])
+# It stands beside the others in few bits, which take about as many bytes at its budget.
+FOUR_BITS = f"{RKV}+quant:fmt=tq4"
 # TriAttention protects its prompt, and the baselines of its paper do not protect theirs.
 UNPROTECTED = (unprotected(RKV), unprotected(TRIATTENTION))
 KEEPING = (
@@ -43,7 +45,7 @@ TRANSFERS = {
         answers="combined",
         losses="combined-losses",
         ranked={name: CHOSEN[name] for name in ("rkv", "triattention", "random_attention", "thinkv")},
-        beside=(RKV, TRIATTENTION),
+        beside=(RKV, TRIATTENTION, FOUR_BITS),
         models={"backbone": transfer.BACKBONE},
     ),
 }
