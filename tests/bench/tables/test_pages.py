@@ -342,6 +342,16 @@ def test_values_across_have_columns_of_their_own() -> None:
     ]
 
 
+def test_budgets_have_their_columns_in_order() -> None:
+    rows = [{"n": 1, "budget": 0.25, "x": 1}, {"n": 2, "budget": 0.125, "x": 2}, {"n": 2, "budget": 0.5, "x": 3}]
+    table = Table((("n", "n", "{}"),), across="budget", cells=(("{:share}", "x", "{}"),))
+    assert pages.cells(table, rows) == [
+        ("n", "12.5 %", "25 %", "50 %"),
+        ("1", "–", "1", "–"),
+        ("2", "2", "–", "3"),
+    ]
+
+
 def test_every_table_has_an_engine_and_no_name_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {f"sweep-{name}" for name, one in collected("SWEEPS").items() if not one.losses}
     assert answers <= pages.TABLES.keys()
