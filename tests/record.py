@@ -66,7 +66,7 @@ def exists(file: str, reporter: Any) -> bool:
 
 
 def parts(earlier: list[dict[str, Any]], command: str, reporter: Any, interrupted: bool) -> list[dict[str, Any]]:
-    """The runs that a record was made of: this one, and the earlier ones with other commands."""
+    """The runs that a record was made of: this one, and the earlier ones of other paths."""
     totals = {outcome: len(reporter.stats[outcome]) for outcome in OUTCOMES if outcome in reporter.stats}
     began = getattr(reporter, "_sessionstarttime", None)
     if began is None:  # pytest 8.4 and newer
@@ -74,7 +74,12 @@ def parts(earlier: list[dict[str, Any]], command: str, reporter: Any, interrupte
     here = {"command": command, "seconds": round(time.time() - began), **totals}
     if interrupted:
         here["interrupted"] = True
-    return [*(part for part in earlier if part["command"] != command), here]
+    return [*(part for part in earlier if paths_of(part["command"]) != paths_of(command)), here]
+
+
+def paths_of(command: str) -> list[str]:
+    """The files and folders that a command names."""
+    return [word for word in command.split() if word.startswith("tests")]
 
 
 def count(stats: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:

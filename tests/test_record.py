@@ -71,6 +71,8 @@ def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     assert [part["command"] for part in result["parts"]] == ["pytest -n 2", "pytest tests"]
     assert [(part["passed"], part.get("failed")) for part in result["parts"]] == [(2, 1), (2, None)]
     assert result["complete"]
+    record.write("gpu-tests", reporter(tmp_path, ["-v", "tests"], mended), "the profile ci")  # the same tests again
+    assert [part["command"] for part in result_files.read(path)["parts"]] == ["pytest -n 2", "pytest -v tests"]
 
 
 def test_an_interrupted_part_leaves_the_record_incomplete(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
