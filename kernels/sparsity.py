@@ -9,9 +9,14 @@ To use it alone, copy this file and `_common.py`. With the GPU as torch's defaul
     >>> sparsity(p, valid).cpu()  # float32 [N]: 1/3 and 2/3 of the weights are below 1 % of the head's largest
     tensor([0.5000])
 
-Layout: one launch, a program per row with all of its heads. It goes through the row twice, BLOCK weights at a time:
-first for the largest weight of each head, then to count the weights below its share. Comparisons and counts are
-exact, and the mean is a sum of float32 numbers in float64, so the result is the twin's, bit for bit.
+Layout: two launches.
+
+    _shares    a program per row and head goes through the weights twice, BLOCK at a time: first for the largest, then
+               to count those below its share
+    _mean      a program per row: the mean over its heads
+
+Comparisons and counts are exact, and the mean is a sum of float32 numbers in float64, so the result is the twin's,
+bit for bit.
 Bound: latency, because few rows are due in a step. 4 bytes for each token and head (attention has already written
 these weights) and 1 byte for each token (valid); the second pass finds both in the GPU's cache. Invalid weights are
 not read.
@@ -28,33 +33,38 @@ from torch import Tensor
 
 from minithink.kernels._common import Variant, power_of_2
 
-BLOCK = 4096  # weights at a time, of all heads
+BLOCK = 4096  # weights at a time
 WARPS = 8
 
 
 @triton.jit
-def _sparsity(
-    p_p, p_valid, p_out, heads, width, share, stride_v_row, stride_v_head, HEADS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _shares(p_p, p_valid, p_share, heads, width, share, stride_v_row, stride_v_head, BLOCK: tl.constexpr):
     i_row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)[:, None]
-    p_p += (i_row * heads + head) * width
-    p_valid += i_row * stride_v_row + head * stride_v_head
-    largest = tl.zeros((HEADS,), tl.float32)  # weights are not negative
+    i_head = tl.program_id(1)
+    p_p += (i_row * heads + i_head) * width
+    p_valid += i_row * stride_v_row + i_head * stride_v_head
+    largest = tl.zeros((), tl.float32)  # weights are not negative
     for start in range(0, width, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        valid = tl.load(p_valid + t, (head < heads) & (t < width), other=0) != 0
-        largest = tl.maximum(largest, tl.max(tl.load(p_p + t, valid, other=0.0), 1))
+        valid = tl.load(p_valid + t, t < width, other=0) != 0
+        largest = tl.maximum(largest, tl.max(tl.load(p_p + t, valid, other=0.0)))
     least = share * largest
-    below = tl.zeros((HEADS,), tl.int32)
-    held = tl.zeros((HEADS,), tl.int32)
+    below = tl.zeros((), tl.int32)
+    held = tl.zeros((), tl.int32)
     for start in range(0, width, BLOCK):
         t = start + tl.arange(0, BLOCK)
-        valid = tl.load(p_valid + t, (head < heads) & (t < width), other=0) != 0
+        valid = tl.load(p_valid + t, t < width, other=0) != 0
         p = tl.load(p_p + t, valid, other=0.0)
-        below += tl.sum((valid & (p < least[:, None])).to(tl.int32), 1)
-        held += tl.sum(valid.to(tl.int32), 1)
-    shares = tl.div_rn(below.to(tl.float32), tl.maximum(held, 1).to(tl.float32))
+        below += tl.sum((valid & (p < least)).to(tl.int32))
+        held += tl.sum(valid.to(tl.int32))
+    tl.store(p_share + i_row * heads + i_head, tl.div_rn(below.to(tl.float32), tl.maximum(held, 1).to(tl.float32)))
+
+
+@triton.jit
+def _mean(p_share, p_out, heads, HEADS: tl.constexpr):
+    i_row = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, HEADS)
+    shares = tl.load(p_share + i_row * heads + head, head < heads, other=0.0)
     tl.store(p_out + i_row, (tl.sum(shares.to(tl.float64)) / heads).to(tl.float32))
 
 
@@ -72,29 +82,32 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     lead = p.shape[:-2]
     heads, width = p.shape[-2:]
     out = torch.empty(lead, dtype=torch.float32, device=p.device)
-    if out.numel():
+    rows = out.numel()
+    if rows:
         flags = valid.expand(*lead, *valid.shape[-2:]).contiguous()
         of_row = flags.shape[-2] * width
         of_head = width if flags.shape[-2] == heads else 0
-        wide = power_of_2(heads)
-        _sparsity[(out.numel(),)](
+        shares = torch.empty(rows, heads, dtype=torch.float32, device=p.device)
+        _shares[rows, heads](
             p_p=p.contiguous(),
             p_valid=flags.view(torch.uint8),
-            p_out=out,
+            p_share=shares,
             heads=heads,
             width=width,
             share=float(share),
             stride_v_row=of_row,
             stride_v_head=of_head,
-            HEADS=wide,
-            BLOCK=max(16, BLOCK // wide),
+            BLOCK=BLOCK,
             num_warps=WARPS,
         )
+        _mean[(rows,)](p_share=shares, p_out=out, heads=heads, HEADS=power_of_2(heads), num_warps=1)
     return out
 
 
 def variants() -> Iterator[Variant]:
-    signature = {"p_p": "*fp32", "p_valid": "*u8", "p_out": "*fp32", "share": "fp32"}
-    signature |= dict.fromkeys(("heads", "width", "stride_v_row", "stride_v_head"), "i32")
+    sizes = dict.fromkeys(("heads", "width", "stride_v_row", "stride_v_head"), "i32")
+    signature = {"p_p": "*fp32", "p_valid": "*u8", "p_share": "*fp32", "share": "fp32", **sizes}
+    yield Variant(_shares, signature, {"BLOCK": BLOCK}, {"num_warps": WARPS})
     for heads in (1, 4, 8):
-        yield Variant(_sparsity, signature, {"HEADS": heads, "BLOCK": BLOCK // heads}, {"num_warps": WARPS})
+        signature = {"p_share": "*fp32", "p_out": "*fp32", "heads": "i32"}
+        yield Variant(_mean, signature, {"HEADS": heads}, {"num_warps": 1})

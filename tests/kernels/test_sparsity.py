@@ -73,7 +73,7 @@ def test_equals_its_twin(
         p = p.transpose(-1, -2).contiguous().transpose(-1, -2)
     want = ref.sparsity(p, valid, share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minithink.kernels.sparsity.BLOCK", 16 * heads)
+        patch.setattr("minithink.kernels.sparsity.BLOCK", 16)
         got = sparsity(p.to(DEVICE), valid.to(DEVICE), share)
     assert_same("sparsity", got, want)
 
