@@ -11,10 +11,12 @@ To use it alone, copy this file, `_common.py` and `_radix.py`. With the GPU as t
     >>> keep_shared(score, candidate, count, floor).tolist()
     [[[True, True, False], [False, False, True]]]
 
-Layout: one program per group of lanes. The lanes of a group lie one behind the other. So a lane is a range of
-columns, and the group is a longer range. The radix search of `_radix.py` runs in each lane, for the candidates that
-the lane keeps for certain. Then it runs once in the whole group, among the candidates that are not kept yet. The last
-search reads what the searches of the lanes have written, so a barrier comes before it.
+Layout: two launches, both with the radix search of `_radix.py`. The lanes of a group lie one behind the other. So a
+lane is a range of columns, and the group is a longer range.
+
+    _certain   a program per lane keeps the candidates that the lane keeps for certain
+    _others    a program per group fills the places that are left, among the candidates that are not kept yet
+
 Bound: latency. Each search reads the scores of its range once for each digit and once at the end; after the first
 time they are in the GPU's cache. A row is due once in some hundred steps.
 """
@@ -80,28 +82,44 @@ def _keep(load: tl.constexpr, lane, begin, end, count, BITS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _keep_shared(
+def _certain(
     p_score,
     p_candidate,
-    p_count,
     p_floor,
     p_kept,
+    p_number,
     heads,
     width,
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """The `floor` best of each lane, and how many they are."""
+    i_lane = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    o_lane = i_lane * width
+    lane = (p_score + o_lane, p_candidate + o_lane, p_kept + o_lane)
+    floor = tl.load(p_floor + i_lane)
+    tl.store(p_number + i_lane, _keep(_load, lane, 0, width, floor, BITS, BLOCK, FIRST=True))
+
+
+@triton.jit
+def _others(
+    p_score,
+    p_candidate,
+    p_count,
+    p_kept,
+    p_number,
+    heads,
+    width,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best of the other candidates of all lanes, for the places that are left."""
     i = tl.program_id(0).to(tl.int64)
-    p_score += i * heads * width
-    p_candidate += i * heads * width
-    p_kept += i * heads * width
-    lane = (p_score, p_candidate, p_kept)
+    o_group = i * heads * width
+    lane = (p_score + o_group, p_candidate + o_group, p_kept + o_group)
     missing = tl.load(p_count + i)
     for i_head in range(heads):
-        floor = tl.load(p_floor + i * heads + i_head)
-        begin = i_head * width
-        missing -= _keep(_load, lane, begin, begin + width, floor, BITS, BLOCK, FIRST=True)
-    tl.debug_barrier()  # threads read what other threads have written
+        missing -= tl.load(p_number + i * heads + i_head)
     _keep(_load_open, lane, 0, heads * width, missing, BITS, BLOCK, FIRST=False)
 
 
@@ -117,24 +135,28 @@ def keep_shared(score: Tensor, candidate: Tensor, count: Tensor, floor: Tensor) 
     floor = floor.to(torch.int32).expand(shape[:-1]).contiguous()
     kept = torch.empty_like(candidate)
     if kept.numel():
-        _keep_shared[(count.numel(),)](
-            score,
-            candidate.view(torch.uint8),
-            count,
-            floor,
-            kept.view(torch.uint8),
-            heads=shape[-2],
-            width=shape[-1],
-            BITS=BITS[score.dtype],
-            BLOCK=BLOCK,
-            num_warps=WARPS,
-        )
+        heads, width = shape[-2:]
+        groups = count.numel()
+        shared = {
+            "p_score": score,
+            "p_candidate": candidate.view(torch.uint8),
+            "p_kept": kept.view(torch.uint8),
+            "p_number": torch.empty_like(floor),
+            "heads": heads,
+            "width": width,
+            "BITS": BITS[score.dtype],
+            "BLOCK": BLOCK,
+            "num_warps": WARPS,
+        }
+        _certain[groups, heads](p_floor=floor, **shared)
+        _others[(groups,)](p_count=count, **shared)
     return kept
 
 
 def variants() -> Iterator[Variant]:
     for dtype, bits in (("fp32", 32), ("fp64", 64)):
-        signature = {"p_score": f"*{dtype}", "p_candidate": "*u8", "p_kept": "*u8"}
-        signature |= dict.fromkeys(("p_count", "p_floor"), "*i32")
+        signature = {"p_score": f"*{dtype}", "p_candidate": "*u8", "p_kept": "*u8", "p_number": "*i32"}
         signature |= dict.fromkeys(("heads", "width"), "i32")
-        yield Variant(_keep_shared, signature, {"BITS": bits, "BLOCK": BLOCK}, {"num_warps": WARPS})
+        constants = {"BITS": bits, "BLOCK": BLOCK}
+        yield Variant(_certain, {**signature, "p_floor": "*i32"}, constants, {"num_warps": WARPS})
+        yield Variant(_others, {**signature, "p_count": "*i32"}, constants, {"num_warps": WARPS})
