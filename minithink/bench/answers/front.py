@@ -26,6 +26,7 @@ from minithink.bench.answers.sweep import said_of_commits, wanted_of
 from minithink.bench.answers.transfer import ENOUGH, SPREAD, Cell, Entry, Source, add_tests, right_of, tested
 from minithink.bench.methods import Column, Result, Row, Table, Transfer, collected
 from minithink.bench.methods.settings import PROTECTED
+from minithink.bench.tables.markdown import CHANGED, LEGEND
 from minithink.bench.tables.markdown import source as said_of_source
 from minithink.cli.commands import location, positive
 from minithink.errors import MinithinkError, UsageError, alternatives, counted
@@ -136,10 +137,16 @@ def result_of(source: Source, model: str) -> Result:
         "families": families,
         "too_few": sorted({key["dataset"] for key in wanted} - set(families)),
         "lacking": lacking(wanted, by_cell),
-        "beside": source.one.beside[0],
+        "beside": beside_of(source.one),
+        "ranked": source.one.ranked,
         "steps": steps,
         "own_steps": own_steps,
     }
+
+
+def beside_of(one: Transfer) -> str:
+    """The policy with which all are compared that evict: the last one that the comparison names."""
+    return one.beside[-1]
 
 
 def families_of(measurements: Sequence[Row]) -> list[str]:
@@ -234,9 +241,9 @@ def without_protection(text: str) -> str:
 
 
 def add_all_tests(rows: Sequence[dict[str, Any]], right: Mapping[Cell, Sequence[float]], one: Transfer) -> None:
-    """Test each row against the first policy that the comparison names, at its own budget, and a row without a budget
-    against the full cache: row["tests"]. row["untested"] says why there is no test; "": it is one of the two."""
-    beside = one.beside[0]
+    """Test each row against one policy (`beside_of`) at its own budget, and a row without a budget against the full
+    cache: row["tests"]. row["untested"] says why there is no test; "": it is one of the two."""
+    beside = beside_of(one)
     add_tests(rows, right, (beside, FULL))
     for row in rows:
         row["untested"] = ""
@@ -302,24 +309,33 @@ def lacking(wanted: Sequence[Mapping[str, Any]], found: Mapping[Cell, object]) -
 
 
 def said_first(result: Result) -> list[str]:
-    """What is best when bytes count and when tokens count, and which differences are significant, as a list."""
+    """What is best when bytes count, when tokens count and when neither is known, and which differences are
+    significant, as a list."""
     settings = result["settings"]
     ranked = [row for row in result["measurements"] if not row["lacks"]]
+    legend = [LEGEND, ""] if any(row.get("changed") for row in ranked) else []
     return [
         f"On **{result['model']}** (weights `{result['weights']}`), {settings['limit']} {settings['split']} problems "
         f"of each of {', '.join(code(family) for family in result['families'])}:",
         "",
         f"* **When bytes count**: {said_of_bytes(ranked)}",
         f"* **When tokens count**: {said_of_tokens(ranked)}",
-        f"* **What is significant**: {said_of_significance(ranked, result['beside'])}",
+        f"* **When neither is known**: {said_of_neither(ranked)}",
+        f"* **What is significant**: {said_of_significance(ranked, result['beside'], result['ranked'])}",
         "",
+        *legend,
     ]
 
 
 def named(row: Row) -> str:
     """A policy and its budget."""
     budget = "" if row["budget"] is None else f" at {budget_text(row['budget'])}"
-    return f"{code(row['policy'])}{budget}"
+    return f"{marked(row)}{budget}"
+
+
+def marked(row: Row) -> str:
+    """A policy, with the mark of those whose code has changed."""
+    return f"{code(row['policy'])}{CHANGED if row.get('changed') else ''}"
 
 
 def percent(share: float) -> str:
@@ -357,8 +373,23 @@ def said_of_tokens(ranked: Sequence[Row]) -> str:
         figures = f"{percent(best['right'])} right"
         if best["tokens_mean"] is not None:
             figures += f", holding {best['tokens_mean']:,.0f} tokens on average"
-        parts.append(f"at a budget of {budget_text(budget)} {code(best['policy'])} is best ({figures})")
+        parts.append(f"at a budget of {budget_text(budget)} {marked(best)} is best ({figures})")
     return f"{'; '.join(parts) or 'no policy with a budget was measured'}."
+
+
+def said_of_neither(ranked: Sequence[Row]) -> str:
+    """Of what keeps all tokens, the row with the fewest bytes that is not significantly below the full cache."""
+    whole = [row for row in ranked if row["budget"] is None and FULL in row["tests"]]
+    near = [row for row in whole if row["tests"][FULL]["less"] > 0 or row["tests"][FULL]["corrected"] > LEVEL]
+    if not near:
+        return "nothing that keeps all tokens is as right as the full cache, so far as it was measured."
+    best = min(near, key=lambda row: row["of_full"])
+    less, low, high = (100 * best["tests"][FULL][name] for name in ("less", "less_low", "less_high"))
+    return (
+        f"{marked(best)} has the fewest bytes of what is not significantly below the full cache "
+        f"({percent(best['right'])} right, {less:+.1f} points, {low:+.1f} to {high:+.1f}, with "
+        f"{percent(best['of_full'])} of the bytes)."
+    )
 
 
 def budgets_of(rows: Iterable[Row]) -> list[float]:
@@ -366,9 +397,9 @@ def budgets_of(rows: Iterable[Row]) -> list[float]:
     return sorted({row["budget"] for row in rows if row["budget"] is not None})
 
 
-def said_of_significance(ranked: Sequence[Row], beside: str) -> str:
+def said_of_significance(ranked: Sequence[Row], beside: str, names: Mapping[str, str]) -> str:
     """How many differences from `beside` are significant, and which policies are above it; then the same of rows
-    without a budget and the full cache."""
+    without a budget and the full cache. names: short name → policy with its settings."""
     tests = sum(len(row["tests"]) for row in ranked)
     if not tests:
         return "nothing was tested, as no two runs say which of their answers were right."
@@ -376,29 +407,37 @@ def said_of_significance(ranked: Sequence[Row], beside: str) -> str:
     for budget in budgets_of(ranked):
         own = [row for row in ranked if row["budget"] == budget and beside in row["tests"]]
         if own:
-            parts.append(f"at {budget_text(budget)} {above_and_below(own, beside)}")
+            parts.append(f"at {budget_text(budget)} {above_and_below(own, beside, names)}")
     said = []
     if parts:
-        said.append(f"compared with {code(beside)} at the same budget, {'; '.join(parts)}")
+        said.append(f"compared with {code(short_of(beside, names))} at the same budget, {'; '.join(parts)}")
     whole = [row for row in ranked if row["budget"] is None and FULL in row["tests"]]
     if whole:
-        said.append(f"without a budget, compared with {code(FULL)}, {above_and_below(whole, FULL)}")
+        said.append(f"without a budget, compared with {code(FULL)}, {above_and_below(whole, FULL, names)}")
     return f"at p ≤ {LEVEL:g} after Holm's correction for {counted(tests, 'test')}, {'; '.join(said)}."
 
 
-def above_and_below(rows: Sequence[Row], beside: str) -> str:
+def short_of(policy: str, names: Mapping[str, str]) -> str:
+    """A policy without the settings that the comparison gives it; other settings are named."""
+    for name, text in sorted(names.items(), key=lambda item: -len(item[1])):
+        if policy == text or policy.startswith(f"{text}+"):
+            return f"{name}{policy.removeprefix(text)}"
+    return policy
+
+
+def above_and_below(rows: Sequence[Row], beside: str, names: Mapping[str, str]) -> str:
     """The names of those that are significantly above, and the number of those below and of the others."""
     above = list[str]()
     below = 0
     for row in rows:
         test = row["tests"][beside]
         if test["corrected"] <= LEVEL and test["less"] > 0:
-            above.append(code(row["policy"]))
+            above.append(code(short_of(row["policy"], names)))
         elif test["corrected"] <= LEVEL:
             below += 1
     others = len(rows) - len(above) - below
-    names = f" ({', '.join(above)})" if above else ""
-    return f"{len(above) or 'none'} above{names}, {below or 'none'} below, {others or 'none'} neither"
+    which = f" ({', '.join(above)})" if above else ""
+    return f"{len(above) or 'none'} above{which}, {below or 'none'} below, {others or 'none'} neither"
 
 
 def said_below(result: Result) -> list[str]:

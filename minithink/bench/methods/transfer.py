@@ -186,7 +186,7 @@ TRANSFERS = {
         EVERY_POLICY,
         answers="transfer-first",
         ranked={name: FIRST[name] for name in EVICTING},
-        beside=(FIRST["random_attention"], FIRST["window"]),
+        beside=(FIRST["window"], FIRST["random_attention"]),
         models={"embedded": ""},
     ),
 }

@@ -55,6 +55,8 @@ class _Format(Formatter):
 
 
 FORMAT = _Format()
+CHANGED = " †"  # behind a policy whose code or defaults have changed
+LEGEND = "† The code or the defaults of this policy have changed since it was measured."
 
 
 def values_of(row: Mapping[str, Any], field: Field) -> list[Any]:

@@ -35,7 +35,7 @@ from minithink.bench.fidelity import lines as fidelity
 from minithink.bench.methods import Column, Result, Row, Table, collected
 from minithink.bench.speed import compare
 from minithink.bench.tables import policies
-from minithink.bench.tables.markdown import FORMAT, cell, markdown, source_of_rows, values_of
+from minithink.bench.tables.markdown import CHANGED, FORMAT, LEGEND, cell, markdown, source_of_rows, values_of
 from minithink.bench.tables.markdown import source as source_of
 from minithink.cli.commands import location
 from minithink.errors import MinithinkError, UsageError
@@ -45,8 +45,6 @@ from minithink.results import origin, record
 BEGIN = re.compile(r"<!-- table:(\S+) -->\s*")
 OF_SWEEP = re.compile(r"(?:sweep|needed|overall)-(.+)")
 END = "<!-- end -->"
-MARK = " †"  # behind the first cell of a row
-LEGEND = "† The code or the defaults of this policy have changed since it was measured."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,7 +96,7 @@ def documents(root: Path) -> list[Path]:
 
 def unmarked(text: str) -> str:
     """A document without the marks of its rows."""
-    return text.replace(f"{LEGEND}\n\n", "").replace(f"{MARK} |", " |")
+    return text.replace(f"{LEGEND}\n\n", "").replace(CHANGED, "")
 
 
 class Source:
@@ -261,7 +259,7 @@ def cells(table: Table, rows: Sequence[Row]) -> list[tuple[str, ...]]:
             own = first if value is None else group.get(value)
             line.append("–" if own is None else cell(own, field, fmt))
         if any(row.get("changed") for row in group.values()):
-            line[0] += MARK
+            line[0] += CHANGED
         lines.append(line)
     headings = [heading(title, value, table) for (title, _, _), value in columns]
     kept = []
