@@ -26,6 +26,7 @@ from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._layout import Cache, Half
+from minithink.kernels._rotation import rotate_back
 
 PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a part in a short lane)
 SHORT = 1024  # tokens of a short lane, at most
@@ -61,6 +62,7 @@ PROGRAMS = {
     "few": Program(128, 4, 2),
     "few ternary": Program(64, 2, 5, registers=128, swapped=True),  # words of eight codes: blocks of 128 take longer
 }
+LARGEST_FP16 = tl.constexpr(65504.0)
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
 MERGING = 4, 1  # its warps, for few lanes and for many
 # These arguments are offsets and counts. Triton must not compile anew for one that is 1 or a multiple of 16.
@@ -163,12 +165,14 @@ def _merge(
     BLOCK_D: tl.constexpr,
     FEW: tl.constexpr,
     MANY: tl.constexpr,
+    ROTATED: tl.constexpr,
 ):
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the used parts of a query head; 0 for a
     lane without tokens.
 
     A format has room for `in_format` parts, and uses as many as its tokens fill. The ring comes last and has one.
     p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, of any format; FEW if this is enough.
+    ROTATED: the parts are TurboQuant's, and their sum is rotated back.
     The order of the sum depends on the lane's own length, never on the lengths of other lanes.
     """
     i_head = tl.program_id(0).to(tl.int64)
@@ -191,7 +195,12 @@ def _merge(
             i = start + tl.arange(0, MANY)
             o_part = i_head * parts + _part(i, before, in_format)
             acc, top, total = _add_parts(acc, top, total, p_parts, p_part_lse, o_part, i < used, C)
-    tl.store(p_out + i_head * C.dim + channel, acc / tl.where(total > 0, total, 1.0), channel < C.dim)
+    out = acc / tl.where(total > 0, total, 1.0)
+    if ROTATED:
+        out = tl.reshape(rotate_back(tl.reshape(out, (1, BLOCK_D))), (BLOCK_D,))
+    if p_out.dtype.element_ty == tl.float16:  # TurboQuant's numbers may be larger than those that it was given
+        out = tl.minimum(tl.maximum(out, -LARGEST_FP16), LARGEST_FP16)
+    tl.store(p_out + i_head * C.dim + channel, out, channel < C.dim)
     tl.store(p_lse + i_head, top + tl.log2(total))
 
 
@@ -237,6 +246,7 @@ def merge(
     b: int,
     c: Cache,
     formats: int,
+    rotated: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Launch `_merge`.
@@ -251,6 +261,7 @@ def merge(
         b: B, rows of the store.
         c: from `in_parts`.
         formats: formats that lists are sorted by, 0 without.
+        rotated: whether the parts are to be rotated back. D is then a power of two.
         dtype: of `out`.
 
     Returns:
@@ -276,6 +287,7 @@ def merge(
         BLOCK_D=power_of_2(d),
         FEW=MERGED[0],
         MANY=MERGED[1],
+        ROTATED=rotated,
         num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
         **({"launch_pdl": True} if c.overlap else {}),
     )
@@ -283,12 +295,14 @@ def merge(
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models, D = 128: one format, several formats, and a merge that is launched early."""
+    """bfloat16 models, D = 128: one format, TurboQuant's, several formats, and a merge that is launched early."""
     c = Cache(2, 4, 128, 1, 2, 1, 16, 0, "bf16", base(8), SHORT, PROGRAMS["plain"].block)
     signature = dict.fromkeys(("p_parts", "p_part_lse", "p_lse"), "*fp32") | {"p_out": "*bf16"}
     signature |= {"p_rows": "*i64", "p_count": "*i32"}
     signature |= dict.fromkeys(("table_layer", "parts", "in_format", "rows"), "i32")
-    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1]}
+    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1], "ROTATED": False}
     yield Variant(_merge, signature, constexprs)
+    for warps in MERGING:
+        yield Variant(_merge, signature, constexprs | {"ROTATED": True}, {"num_warps": warps})
     yield Variant(_merge, signature, constexprs | {"FORMATS": 2}, {"num_warps": MERGING[1]})
     yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)

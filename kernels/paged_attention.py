@@ -75,6 +75,7 @@ from minithink.kernels._common import INTERPRETED, Variant, side_by_side
 from minithink.kernels._layout import Cache, Half, Reading, Store, cache, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
+    LARGEST_FP16,
     PLAIN_NUMBERS,
     Program,
     in_parts,
@@ -90,7 +91,6 @@ from minithink.kernels._rotation import is_rotated, rotate_rows
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LOG2E = tl.constexpr(math.log2(math.e))
-_LARGEST_FP16 = tl.constexpr(65504.0)
 RING = Program(16, 4, 3)  # of the tokens in the ring
 
 
@@ -262,7 +262,7 @@ def _attend(
         if is_rotated(V.kind):
             p = p * _as_tokens(of_tokens(values.params, _beside_codes(values, tile, V), held), TOKENS)
             if v[0].dtype == tl.float16:
-                p = tl.minimum(p, _LARGEST_FP16)
+                p = tl.minimum(p, LARGEST_FP16)
         acc = _add_values(acc, rescale, p, v, V, TOKENS)
 
     # The part's output and its log-sum-exp.
@@ -612,10 +612,18 @@ def paged_attention(
         column = lists.place
         count = lists.count
 
-    # What the launches write: the parts, and what `_mass.py` needs of the logits.
     in_format = most_parts(lists.columns_read, constants.base, constants.short)
     parts = len(formats) * in_format + ring
-    part = q.new_empty(n, heads, parts, dim, dtype=torch.float32)
+    work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
+    if ring:
+        work.append(_of_ring(store, len(formats), constants))
+
+    # What the launches write: the parts, and what `_mass.py` needs of the logits.
+    rotated = [is_rotated(one.values.kind) for one in work]
+    back_at_once = rotated == [True]  # the sum of the parts; else each of these formats by itself
+    # Whole formats are rotated back, also parts that nothing has written.
+    new_part = q.new_zeros if any(rotated) and not back_at_once else q.new_empty
+    part = new_part(n, heads, parts, dim, dtype=torch.float32)
     part_lse = q.new_empty(n, heads, parts, dtype=torch.float32)
     seen = _what_is_seen(q.dtype, several, group)
     noted = part_lse  # is not used without `seen`
@@ -625,9 +633,6 @@ def paged_attention(
         top = q.new_empty(n, heads, triton.cdiv(width - 1, 16), dtype=torch.float32)
 
     rotated_q = q  # is not used without TurboQuant's keys
-    work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
-    if ring:
-        work.append(_of_ring(store, len(formats), constants))
     if any(is_rotated(one.keys.kind) for one in work):
         rotated_q = rotate_rows(q)
     launches = []
@@ -672,7 +677,7 @@ def paged_attention(
             SWAPPED=one.program.swapped,
             **one.program.options,
         )
-        if is_rotated(one.values.kind):
+        if is_rotated(one.values.kind) and not back_at_once:
             own = part[:, :, one.number * in_format :][:, :, :in_format]
             launch = partial(_and_rotate_back, launch, own)
         launches.append(launch)
@@ -688,6 +693,7 @@ def paged_attention(
         b=rows,
         c=constants,
         formats=several,
+        rotated=back_at_once,
         dtype=q.dtype,
     )
     if group is None:

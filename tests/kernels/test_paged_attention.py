@@ -271,6 +271,14 @@ def test_integers_beyond_half_precision_stay_finite(name: str) -> None:
     assert mass.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["tq4", "tq3", "thoughts-rotated"])
+def test_rotated_values_beyond_half_precision_stay_finite(name: str) -> None:
+    """Levels times a scale are larger than the numbers that they stand for, which a float16 model can just hold."""
+    store = filled(STORAGES[name], "head", [70, 33], dtype=torch.float16, steps=3, seed=1, spread=1e5)
+    out, _ = paged_attention(torch.zeros(2, 4, 64, device=DEVICE, dtype=torch.float16), Reading(store), 0)
+    assert out.isfinite().all()
+
+
 def test_values_that_lag_are_refused() -> None:
     storage = Storage(("int2:group=32,by=token/int2:group=32",), buffer=32, tail="keep", lag=True)
     store = filled(storage, "sequence", [40], steps=3)
