@@ -9,6 +9,7 @@ import pytest
 
 from minithink.bench.fidelity.item import VERDICTS
 from minithink.evaluate import summary
+from minithink.policies import POLICIES
 from minithink.results import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,6 +65,15 @@ def check_finding_and_picture(name: str) -> None:
     assert "\n|" not in first
 
 
+def test_the_readme_begins_with_a_command_a_picture_and_the_policies() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    first = "\n".join(lines[:FIRST_SCREEN])
+    command = first.index("```sh\n")
+    picture = first.index("](docs/trace-compare.png)")
+    policies = first.index("<!-- table:policies -->")
+    assert command < picture < policies
+
+
 def first_screen(name: str) -> str:
     """The first lines of a page in docs/."""
     lines = (ROOT / "docs" / f"{name}.md").read_text("utf-8").splitlines()
@@ -101,6 +111,19 @@ def test_a_page_of_a_method_says_its_ten_lines_its_verdicts_and_what_to_set(name
         assert row[1] in VERDICTS, row
     assert "\n## What to set\n" in page
     assert f"](appendix/{name}.md)" in page
+
+
+def test_policies_without_right_answers_are_named() -> None:
+    """On the page of right answers. The README says how many have them."""
+    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    shown = re.findall(r"^\| (?:● )?`([^`]+)`", page, re.MULTILINE)
+    measured = {name for policy in shown for name in re.findall(r"(?:^|\+)(\w+)", policy)}
+    missing = POLICIES.keys() - measured
+    said = re.search(r"policies have no row: (.*?)\n\n", page, re.DOTALL)
+    assert said
+    assert set(re.findall(r"`(\w+)`", said[1])) == missing
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"{len(POLICIES) - len(missing)} of the {len(POLICIES)}: not for" in readme
 
 
 def test_links_lead_to_files_and_headings() -> None:
