@@ -9,6 +9,7 @@ import pytest
 
 from minithink.bench.fidelity.item import VERDICTS
 from minithink.evaluate import summary
+from minithink.policies import POLICIES
 from minithink.results import record
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +24,8 @@ PAGES = [
 ]
 METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
 FIRST_SCREEN = 40  # lines
+WORDS_A_MINUTE = 220
+LONGEST_MINUTES = 10
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
 
 
@@ -33,6 +36,15 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
         assert path.is_file(), f"{page} names {file}, which is missing"
         tests = re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
         assert name in tests, f"{page} names {name}, which {file} has not"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
+def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
+    """Its tables are not counted, because nobody reads them row by row. Appendices may be longer."""
+    lines = page.read_text("utf-8").splitlines()
+    words = sum(len(line.split()) for line in lines if not line.startswith("|"))
+    minutes = words / WORDS_A_MINUTE
+    assert minutes <= LONGEST_MINUTES, f"{page.name} has {words:,} words outside of its tables"
 
 
 def test_claims_about_the_cache_name_their_tests() -> None:
@@ -62,6 +74,15 @@ def check_finding_and_picture(name: str) -> None:
     assert re.search(r"^\* \*\*.+", first, re.MULTILINE), "a finding"
     assert re.search(r"^!\[.+\]\(\S+\.svg\)$", first, re.MULTILINE), "a picture"
     assert "\n|" not in first
+
+
+def test_the_readme_begins_with_a_command_a_picture_and_the_policies() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    first = "\n".join(lines[:FIRST_SCREEN])
+    command = first.index("```sh\n")
+    picture = first.index("](docs/trace-compare.png)")
+    policies = first.index("<!-- table:policies -->")
+    assert command < picture < policies
 
 
 def first_screen(name: str) -> str:
@@ -101,6 +122,19 @@ def test_a_page_of_a_method_says_its_ten_lines_its_verdicts_and_what_to_set(name
         assert row[1] in VERDICTS, row
     assert "\n## What to set\n" in page
     assert f"](appendix/{name}.md)" in page
+
+
+def test_policies_without_right_answers_are_named() -> None:
+    """On the page of right answers. The README says how many have them."""
+    page = (ROOT / "docs" / "methods.md").read_text("utf-8")
+    shown = re.findall(r"^\| (?:● )?`([^`]+)`", page, re.MULTILINE)
+    measured = {name for policy in shown for name in re.findall(r"(?:^|\+)(\w+)", policy)}
+    missing = POLICIES.keys() - measured
+    said = re.search(r"policies have no row: (.*?)\n\n", page, re.DOTALL)
+    assert said
+    assert set(re.findall(r"`(\w+)`", said[1])) == missing
+    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    assert f"{len(POLICIES) - len(missing)} of the {len(POLICIES)}: not for" in readme
 
 
 def test_links_lead_to_files_and_headings() -> None:

@@ -22,3 +22,7 @@ for floor in 128 256; do
   differences crystal-kv-floor crystal_kv:min_budget=$floor crystal_kv
 done
 differences crystal-kv-damping crystal_kv:damping=1 crystal_kv
+
+# On the backbone
+differences transfer crystal_kv_lite:p=0.5 crystal_kv:p=0.5 --checkpoint 6703513649b7e356 --budgets 0.5
+differences transfer raas crystal_kv_lite:p=0.5 --checkpoint 6703513649b7e356 --budgets 0.25

@@ -36,3 +36,6 @@ differences skipkv-padded $BOTH $BOTH --other-in skipkv-parts
 differences skipkv-grouped $BOTH $BOTH --other-in skipkv-padded
 differences skipkv-padded $RKV $RKV --other-in skipkv-parts
 differences skipkv-grouped $RKV $RKV --other-in skipkv-padded
+
+# On the backbone
+differences transfer $BOTH skipkv:steering=false,schedule=interval:16,tau=0.9 --checkpoint 6703513649b7e356 --budgets 0.5

@@ -51,7 +51,7 @@ def lines(goals: Sequence[Goal], measurements: Sequence[Row], kind: str, title: 
         ours = of[x.ours]
         if ours["kind"] == kind:
             batch = f"{ours['batch']:,} / {of[x.theirs]['batch']:,}"
-            bound = f"{x.bound:.2f} ×, reached {x.ratio / x.bound:.0%}" if x.bound else "–"
+            bound = f"{x.bound:.2f} ×; measured: {x.ratio / x.bound:.0%} of it" if x.bound else "–"
             goal = f"{x.goal:.0%} of that" if x.bound else f"{x.goal:g} ×"
             runs = "one run" if ours["date"] == of[x.theirs]["date"] else "two runs"
             rows.append((batch, title(ours), title(of[x.theirs]), f"**{x.ratio:.2f} ×**", bound, goal, runs))
