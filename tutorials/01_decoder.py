@@ -25,34 +25,20 @@
 # answer. The picture shows the way of a text through it. We go from left to right.
 
 # %%
-import math
-import textwrap
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
-import torch
-from torch.testing import assert_close
-
-import minithink
-from minithink.kv.full import FullCache
-from minithink.sampling import SamplingParams, gumbel, sample
-from minithink.tasks import Problem
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 stations = [
     "text",
@@ -79,6 +65,20 @@ plt.show()
 # ## The model and a problem
 #
 # The letters in brackets are used in all formulas below, and in the comments of the library.
+
+# %%
+import math
+import textwrap
+
+import torch
+from torch.testing import assert_close
+
+from minithink.kv.full import FullCache
+from minithink.sampling import SamplingParams, gumbel, sample
+from minithink.tasks import Problem
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 # %%
 engine = minithink.load("tiny", device="cpu", dtype="float32")

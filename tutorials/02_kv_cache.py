@@ -25,40 +25,21 @@
 # the tokens that pass the layers, on the right the bytes that are kept for it.
 
 # %%
-import math
-import textwrap
-import time
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
 import torch
-from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
-import minithink
-from minithink.config import ModelConfig, RopeScaling
-from minithink.kv.full import FullCache
-from minithink.kv.plain import PlainCache
-from minithink.model import Decoder
-from minithink.policies.full import Full
-from minithink.tasks import Problem, grade, load_problems
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # one core: what we measure is then easy to explain
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 written = torch.arange(1, 32_769)
 BYTES = 32 * 2 * 8 * 128 * 2  # layers, key and value, KV heads, dimensions, bytes of a bfloat16
@@ -71,6 +52,25 @@ axes[1].plot(written, written * 0, color=GREY)
 axes[1].plot(written, written * BYTES / 2**30, color=BLUE)
 axes[1].set(xlabel="tokens written", ylabel="GiB kept")
 plt.show()
+
+# %%
+import math
+import textwrap
+import time
+
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from minithink.config import ModelConfig, RopeScaling
+from minithink.kv.full import FullCache
+from minithink.kv.plain import PlainCache
+from minithink.model import Decoder
+from minithink.policies.full import Full
+from minithink.tasks import Problem, grade, load_problems
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # one core: what we measure is then easy to explain
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder

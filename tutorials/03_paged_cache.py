@@ -25,6 +25,15 @@
 # moved.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import textwrap
 from dataclasses import dataclass, field
 
@@ -32,7 +41,6 @@ import matplotlib.pyplot as plt
 import torch
 from torch.testing import assert_close
 
-import minithink
 from minithink.config import ModelConfig
 from minithink.kv.contract import Evict, OpenSegment, Policy, Shape, Storage, keep_best
 from minithink.kv.full import FullCache
@@ -50,18 +58,8 @@ torch.set_num_threads(1)  # the model is so small that threads would wait for ea
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 PALE = {BLUE: "#bee3f8", ORANGE: "#feebc8", GREEN: "#c6f6d5", GREY: "#edf2f7"}
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 figure, axis = plt.subplots(figsize=(7, 1.8), layout="constrained")
 for line, (title, letters) in enumerate((("full", "ABCDEFGH"), ("evicted", "A C EFGH"), ("used again", "AICJEFGH"))):

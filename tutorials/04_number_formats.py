@@ -17,44 +17,62 @@
 # takes 32 bits, in bfloat16 16. Methods like ThinKV store them in 4 bits, and unimportant ones in 2. How can that
 # work?
 #
-# We draw the numbers that few bits can name, quantize a group of real keys by hand, measure errors and bytes on the
-# embedded model, and follow the errors to the attention weights and to the answer. On the way we meet a rotation, in
-# which outliers disappear, and the scales, which are small until tokens leave.
+# The picture shows the idea, for sixteen random numbers (blue). A format names few numbers (the lines), stretched so
+# that the outermost reaches the largest of the sixteen. Each number moves to the nearest line; orange is the error.
+#
+# We quantize a group of real keys by hand, measure errors and bytes on the embedded model, and follow the errors to
+# the attention weights and to the answer.
+
+# %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from minithink.quant import parse
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+
+numbers = torch.randn(16, generator=torch.Generator().manual_seed(0))
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), sharey=True, layout="constrained")
+titles = {"nvfp4": "nvfp4, four bits", "int4s": "whole numbers, four bits", "ternary": "ternary, two bits"}
+for axis, (name, title) in zip(axes, titles.items(), strict=True):
+    fmt = parse(name)
+    named = fmt.point(torch.arange(2**fmt.bits, dtype=torch.uint8)).unique()
+    lines = named[named >= -fmt.reach] * numbers.abs().max() / fmt.reach
+    stored = lines[(numbers[:, None] - lines).abs().argmin(-1)]
+    axis.hlines(lines, -0.5, 15.5, color=GREY, linewidth=0.5)
+    axis.vlines(range(16), numbers, stored, color=ORANGE, linewidth=2)
+    axis.plot(range(16), numbers, ".", color=BLUE)
+    axis.set(title=title, xlabel="sixteen numbers")
+plt.show()
 
 # %%
 import math
 
-import matplotlib.pyplot as plt
-import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-import minithink
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.policies import parse as parse_policy
-from minithink.quant import e4m3, parse, turboquant
+from minithink.quant import e4m3, turboquant
 from minithink.tasks import Problem, grade
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
-
-BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder

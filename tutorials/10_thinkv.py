@@ -28,6 +28,15 @@
 # *transition*, orange), every thought before it keeps fewer tokens: 64, then 32, 16, 8 and at last 4.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import math
 from dataclasses import dataclass
 
@@ -36,7 +45,6 @@ import numpy as np
 import torch
 from torch.testing import assert_close
 
-import minithink
 from minithink.calibrate.agreement import confusion, kappa, related
 from minithink.config import ModelConfig
 from minithink.kv.contract import Demand, See
@@ -61,18 +69,8 @@ torch.set_num_threads(1)  # the model is so small that threads would wait for ea
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 COLORS = {REASONING: GREEN, EXECUTION: BLUE, TRANSITION: ORANGE}
 LETTER = {REASONING: "R", EXECUTION: "E", TRANSITION: "T"}
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
 thoughts = [REASONING, EXECUTION, TRANSITION, REASONING, EXECUTION, TRANSITION, EXECUTION, TRANSITION, EXECUTION]
