@@ -32,25 +32,7 @@ except ImportError:  # a new machine, as in Colab: install the checkout around t
     os.system(f"python -m pip install -q '{root}[tutorials]'")
 
 # %%
-import textwrap
-from dataclasses import dataclass, field
-
 import matplotlib.pyplot as plt
-import torch
-from torch.testing import assert_close
-
-from minithink.kv.contract import Evict, Policy, Shape, Storage, keep_best
-from minithink.kv.full import FullCache
-from minithink.kv.manager import KVManager
-from minithink.kv.plain import PlainCache
-from minithink.kv.reading import Reading
-from minithink.kv.store import PagedStore
-from minithink.kv.table import Exhausted
-from minithink.policies import parse
-from minithink.tasks import Problem, grade, load_problems
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 PALE = {BLUE: "#bee3f8", ORANGE: "#feebc8", GREEN: "#c6f6d5", GREY: "#edf2f7"}
@@ -68,6 +50,26 @@ for line, (title, letters) in enumerate((("full", "ABCDEFGH"), ("evicted", "A C 
 axis.set(xlim=(-2.2, 9), ylim=(-2.7, 1.1), title="two pages of four slots")
 axis.axis("off")
 plt.show()
+
+# %%
+import textwrap
+from dataclasses import dataclass, field
+
+import torch
+from torch.testing import assert_close
+
+from minithink.kv.contract import Evict, Policy, Shape, Storage, keep_best
+from minithink.kv.full import FullCache
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.reading import Reading
+from minithink.kv.store import PagedStore
+from minithink.kv.table import Exhausted
+from minithink.policies import parse
+from minithink.tasks import Problem, grade, load_problems
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder

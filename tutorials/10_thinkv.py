@@ -37,34 +37,10 @@ except ImportError:  # a new machine, as in Colab: install the checkout around t
     os.system(f"python -m pip install -q '{root}[tutorials]'")
 
 # %%
-import math
-from dataclasses import dataclass
-
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
-from torch.testing import assert_close
 
-from minithink.calibrate.agreement import confusion, kappa, related
-from minithink.config import ModelConfig
-from minithink.kv.contract import Demand, See
-from minithink.kv.manager import KVManager
-from minithink.kv.plain import PlainCache
-from minithink.kv.reading import Reading
-from minithink.kv.table import printed
-from minithink.model import Rope
-from minithink.policies.full import Full
-from minithink.policies.thinkv import ThinKV, type_of
-from minithink.quant import e4m3, parse
-from minithink.ref.anneal import anneal
-from minithink.ref.kmeans import kmeans
-from minithink.reread.attention import sparsity
-from minithink.reread.density import density, grid, peaks
-from minithink.tasks import grade, load_problems
-from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 COLORS = {REASONING: GREEN, EXECUTION: BLUE, TRANSITION: ORANGE}
@@ -85,6 +61,34 @@ axis.plot(clock, clock, color=GREY, linewidth=0.8)
 axis.set(title="green: reasoning, blue: execution, orange: transition; grey line: a full cache", ylabel="tokens held")
 axis.set(xlabel="generated tokens", xlim=(1, len(clock)), ylim=(0, None))
 plt.show()
+
+# %%
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.testing import assert_close
+
+from minithink.calibrate.agreement import confusion, kappa, related
+from minithink.config import ModelConfig
+from minithink.kv.contract import Demand, See
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.reading import Reading
+from minithink.kv.table import printed
+from minithink.model import Rope
+from minithink.policies.full import Full
+from minithink.policies.thinkv import ThinKV, type_of
+from minithink.quant import e4m3, parse
+from minithink.ref.anneal import anneal
+from minithink.ref.kmeans import kmeans
+from minithink.reread.attention import sparsity
+from minithink.reread.density import density, grid, peaks
+from minithink.tasks import grade, load_problems
+from minithink.text.thoughts import NAMES, kinds, segments
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
