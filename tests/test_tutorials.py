@@ -9,6 +9,7 @@ import ast
 import base64
 import importlib.util
 import io
+import os
 import re
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import pytest
 FOLDER = Path(__file__).resolve().parents[1] / "tutorials"
 SCRIPTS = sorted(FOLDER.glob("[0-9]*"))
 PAGES = FOLDER.parent / "docs" / "tutorials"
-FIRST_SCREENS = 85  # lines of a page
+FIRST_SCREENS = 45  # lines of a page
 MARKER = re.compile(r"^# %%(?P<kind>.*)$")
 
 
@@ -104,6 +105,37 @@ def test_begins_with_its_title_and_ends_with_exercises(script: Path) -> None:
     assert len(re.findall(r"^# \d\. ", exercises, re.MULTILINE)) >= 3
 
 
+def first_code(script: Path) -> str:
+    return next(cell.source for cell in read(script)[1] if not cell.markdown)
+
+
+def test_first_cell_looks_for_minithink(script: Path) -> None:
+    """It is the same in all tutorials, and imports nothing that pip has yet to install."""
+    assert first_code(script).startswith("try:\n    import minithink\nexcept ImportError:")
+    assert first_code(script) == first_code(SCRIPTS[0])
+
+
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run the first cell → the commands that it would give to the shell."""
+    commands: list[str] = []
+    monkeypatch.setattr(os, "system", commands.append)
+    exec(first_code(SCRIPTS[0]), {})
+    return commands
+
+
+def test_first_cell_installs_nothing_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert installed(monkeypatch) == []
+
+
+def test_first_cell_installs_the_checkout_or_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checkout is the current folder, as for a script, or the one above it, as for a notebook."""
+    monkeypatch.setitem(sys.modules, "minithink", None)  # now it can't be imported
+    (tmp_path / "checkout" / "tutorials").mkdir(parents=True)
+    for folder, wanted in (("checkout", "."), ("checkout/tutorials", ".."), (".", "minithink")):
+        monkeypatch.chdir(tmp_path / folder)
+        assert installed(monkeypatch) == [f"python -m pip install -q '{wanted}[tutorials]'"]
+
+
 def test_says_three_things_to_remember_before_the_exercises(script: Path) -> None:
     end = read(script)[1][-1].source.partition("# ## Exercises")[0].partition("hree things to remember")[2]
     assert len(re.findall(r"^# (?:\d\.|-) ", end, re.MULTILINE)) == 3
@@ -128,6 +160,7 @@ def test_has_no_outputs_and_no_local_paths(script: Path) -> None:
     text = script.read_text(encoding="utf-8")
     for leftover in ("# Out[", "# >>>", "image/png", "data:image", "Traceback (most recent", "execution_count"):
         assert leftover not in text, f"{script.name} holds {leftover!r}, which looks like an output"
+    text = text.replace("](../docs/", "](docs/").replace("](../kernels/", "](kernels/")  # links that pages have, too
     paths = re.findall(r"(?<![\w:/.])(?:/home|/tmp|/work|/root|/Users|[A-Z]:\\)\S*|\.\./\S*", text)
     assert not paths, f"{script.name} names a path of somebody's machine: {paths}"
     assert "__file__" not in text, "a notebook has no __file__"
@@ -218,6 +251,8 @@ def test_preparations_are_folded() -> None:
         "<details>\n<summary>Preparations: 2 lines of code</summary>\n\n```python\nimport a\nb = 1\n```\n\n</details>"
     )
     assert module("pages").code("import a\nb = 1") == folded
+    installing = module("pages").code("try:\n    import minithink\nexcept ImportError:\n    x = 1")
+    assert "<summary>Install minithink, if it is missing: 4 lines of code</summary>" in installing
     assert module("pages").code("b = 1") == "```python\nb = 1\n```"
 
 

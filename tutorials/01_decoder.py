@@ -13,46 +13,29 @@
 # %% [markdown]
 # # 1. The decoder, from tokens to logits
 #
-# A reasoning model writes one token at a time. This tutorial follows one token through the whole machine: text
-# becomes tokens, tokens become vectors, the vectors pass eight layers, and out comes a probability for every token
-# that could be next.
+# This tutorial follows one token through a model: text becomes tokens, tokens become vectors, the vectors pass eight
+# layers, and out comes a probability for every token that could be next. The picture shows the way.
 #
-# We open one layer and compute every step by hand. After every step we compare with what the library computed. The
-# comparison is `torch.testing.assert_close`, so if a formula here were wrong, the notebook would stop.
+# We open one layer, compute every step by hand, and compare each with what the library computed.
 #
-# If you know PyTorch, you know enough: no transformer, no GPU and no internet is needed. The model ships with the
-# package. It is a *reasoning model*: it first writes what it thinks, between `<think>` and `</think>`, and then its
-# answer. The picture shows the way of a text through it. We go from left to right.
+# If you know PyTorch, you know enough. No GPU and no internet is needed: the model ships with the package. It is a
+# *reasoning model*: it first writes what it thinks, between `<think>` and `</think>`, and then its answer.
 
 # %%
-import math
-import textwrap
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
-import torch
-from torch.testing import assert_close
-
-import minithink
-from minithink.kv.full import FullCache
-from minithink.sampling import SamplingParams, gumbel, sample
-from minithink.tasks import Problem
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 stations = [
     "text",
@@ -78,7 +61,21 @@ plt.show()
 # %% [markdown]
 # ## The model and a problem
 #
-# The letters in brackets are used in all formulas below, and in the comments of the library.
+# The letters in brackets stand in all formulas below.
+
+# %%
+import math
+import textwrap
+
+import torch
+from torch.testing import assert_close
+
+from minithink.kv.full import FullCache
+from minithink.sampling import SamplingParams, gumbel, sample
+from minithink.tasks import Problem
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 # %%
 engine = minithink.load("tiny", device="cpu", dtype="float32")
@@ -99,8 +96,7 @@ for symbol, value, meaning in [
 print(f"\n{config.architecture}, {sum(p.numel() for p in decoder.parameters()):,} parameters")
 
 # %% [markdown]
-# The model was trained on two kinds of puzzles. We take a short one of the first kind: it gives facts in shuffled
-# order, all modulo 100, and asks for three values.
+# The model was trained on puzzles. This one gives facts in shuffled order, all modulo 100, and asks for three values.
 
 # %%
 problem = Problem(
@@ -117,8 +113,8 @@ print("\nanswer:", problem.answer)
 # %% [markdown]
 # ## Text → chat template → tokens
 #
-# The model never saw a bare question in training. It saw conversations, and each was one long string with markers.
-# The *chat template* makes such a string. It ends where the model has to go on: inside an open `<think>`.
+# In training the model saw conversations, and each was one long string with markers. The *chat template* makes such a
+# string. It ends where the model has to go on: inside an open `<think>`.
 
 # %%
 text = tokenizer.apply_chat_template([{"role": "user", "content": problem.question}])
@@ -146,9 +142,8 @@ print(f"{len(text)} characters, {len(prompt)} tokens\n")
 show(prompt)
 
 # %% [markdown]
-# We put the beginning of a thought into its mouth, in the wording of its training, and stop at an interesting place:
-# after `piz = `. The next token must be the value of `piz`, and the only place where that stands is far back in the
-# prompt.
+# We put the beginning of a thought into its mouth, and stop after `piz = `. The next token must be the value of
+# `piz`, and the only place where that stands is far back in the prompt.
 
 # %%
 thought = "Okay, let me work through this step by step.\n\nFirst, mos. mos = piz * 7, piz = "
@@ -162,9 +157,8 @@ labels = [visible(t) for t in tokens]
 # ## A witness
 #
 # The library's decoder does not compute attention itself. It hands unrotated q, k and v to an object with a method
-# `attend`, and shows it the residual stream after every layer through `tap`. (The heads of q and of k come in one
-# tensor, because the same will be done to both.) Normally that object is a KV cache. Ours is one that also takes
-# notes. The notes are what we check our own arithmetic against.
+# `attend`, and shows it the residual stream after every layer through `tap`. Normally that object is a KV cache.
+# Ours also takes notes, and we check our own arithmetic against them.
 
 
 # %%
@@ -199,8 +193,8 @@ print("hidden states", tuple(library_hidden.shape), " logits", tuple(library_log
 #
 #     x_i = E[token_i]          E: [V, d]
 #
-# A table with one row for each token. No arithmetic, only a look-up. The result is the *residual stream*: one vector
-# of `d` numbers for each token. Every layer reads it and adds to it.
+# A table with one row for each token. The result is the *residual stream*: one vector of `d` numbers for each token.
+# Every layer reads it and adds to it.
 
 # %%
 x = decoder.embed[torch.tensor(tokens)]  # [N, d]
@@ -210,8 +204,7 @@ print(f"positions of {visible(tokens[12])!r}: {same}")
 assert all(torch.equal(x[i], x[12]) for i in same)
 
 # %% [markdown]
-# The same word has the same vector wherever it stands. Which fact it belongs to is not in the vector yet. Attention
-# has to put it there.
+# The same word has the same vector wherever it stands. Attention has to put in which fact it belongs to.
 #
 # ## Inside one layer
 #
@@ -253,8 +246,7 @@ print(
 #
 #     q = a·W_q   k = a·W_k   v = a·W_v     is     [q k v] = a·[W_q W_k W_v]
 #
-# Three products with the same left side are one product with a wider right side. The result is cut into heads of `D`
-# numbers: `Hq` heads of queries, then `Hkv` of keys and `Hkv` of values.
+# The result is cut into heads of `D` numbers: `Hq` heads of queries, then `Hkv` of keys and `Hkv` of values.
 
 # %%
 W_q, W_k, W_v = block.qkv.split((Hq * D, Hkv * D, Hkv * D), dim=1)
@@ -269,9 +261,8 @@ print("q:", tuple(q.shape), " k:", tuple(k.shape), " v:", tuple(v.shape))
 # %% [markdown]
 # ### QK-norm
 #
-# Qwen3 normalizes every head of q and of k once more. So no score can be large only because a vector is long.
-# (Llama has neither this nor biases. Qwen2 adds a bias to q, k and v.) The parameter `qk_norm` holds q's weight and
-# k's.
+# Qwen3 normalizes every head of q and of k once more. So no score can be large only because a vector is long. (Llama
+# has neither this nor biases. Qwen2 adds a bias to q, k and v.)
 
 # %%
 w_q, w_k = block.qk_norm  # [D] each
@@ -289,8 +280,6 @@ print("q, k and v are those that the library handed to the cache")
 #
 #     f_j = θ^(−2j/D)
 #     (a, b)  →  (a·cos pf − b·sin pf,   b·cos pf + a·sin pf)
-#
-# The first pair turns by one radian a token. The last hardly moves.
 
 # %%
 frequency = config.rope_theta ** (-2 * torch.arange(D // 2) / D)  # [D/2], radians per token
@@ -313,14 +302,14 @@ print(
 )
 
 # %% [markdown]
-# The second check looks into the cache: the *rotated* keys lie there. A key is rotated once, when it is written.
+# The second check looks into the cache: a key is rotated once, when it is written.
 #
-# Why turn? A score is a dot product, and a dot product does not change if both sides are turned alike. So the score
-# of a query at position `m` with a key at position `n` depends on `m − n` only.
+# Why turn? A dot product does not change if both sides are turned alike. So the score of a query at position `m` with
+# a key at position `n` depends on `m − n` only.
 #
 # The three circles show where a point of a pair is at the first six positions: the first pair goes around in about
-# six tokens, pair 6 is slower, and of the last pair the six arrows lie on each other. The plot on the right moves the
-# same query and the same key to two places in the text, and the curves cover each other.
+# six tokens, and the last hardly moves. The plot on the right moves the same query and the same key to two places in
+# the text, and the curves cover each other.
 
 # %%
 distance = torch.arange(200)
@@ -365,8 +354,8 @@ plt.show()
 #     score[h, i, j]  = q[i, h] · k[j, h // g] / √D          g = Hq / Hkv
 #     weight[h, i, j] = softmax over j ≤ i of score[h, i, j]
 #
-# Two things are particular. `g` query heads share one KV head: with half as many KV heads the cache is half as large.
-# And token `i` sees only tokens `j ≤ i`. That is the causal mask, and the reason why there can be a KV cache at all.
+# `g` query heads share one KV head, which makes the cache smaller. And token `i` sees only tokens `j ≤ i`: that is
+# the causal mask, and the reason why there can be a KV cache at all.
 
 # %%
 g = Hq // Hkv
@@ -386,8 +375,8 @@ assert weight.triu(diagonal=1).eq(0).all()
 print("weights:", tuple(weight.shape), "- every row sums to 1, and nothing looks ahead")
 
 # %% [markdown]
-# A picture says more than the formula. We draw two heads of this layer for the tokens of the thought: the head whose
-# weights are most concentrated, and the one whose weights are most spread. The measure is the entropy of the rows.
+# We draw two heads of this layer for the tokens of the thought: the head whose weights are most concentrated (by
+# entropy), and the one whose weights are most spread.
 
 
 # %%
@@ -417,10 +406,9 @@ figure.colorbar(image, ax=axes, label="attention weight", shrink=0.5, pad=0.01)
 plt.show()
 
 # %% [markdown]
-# A dark square says: this row's token reads that column's token, and hardly anything else. In the upper picture many
-# rows have such a square: this head looks at a few tokens. In the lower picture most rows are pale over their whole
-# length: this head takes an average over many tokens. How much of a head's weight lies left of the orange line is in
-# the title. The empty triangle on the right is the causal mask.
+# A dark square says: this row's token reads that column's token, and hardly anything else. The head above looks at a
+# few tokens, the one below takes an average over many. How much of a head's weight lies left of the orange line is in
+# the title. The empty triangle is the causal mask.
 #
 # ### Values, output projection, and the first addition
 #
@@ -439,7 +427,7 @@ print("the attention output equals the library's")
 #     [gate up] = norm(x)·W_gate_up
 #     x = x + (silu(gate) ⊙ up)·W_down          silu(z) = z / (1 + e^(−z))
 #
-# Here no token sees another. Attention moves information between tokens; this part works on what has arrived.
+# Here no token sees another.
 
 # %%
 gate, up = (rms_norm(x, block.mlp_norm) @ block.gate_up).chunk(2, dim=-1)  # [N, F] each
@@ -451,8 +439,8 @@ print("the residual stream after layer 0 equals the library's")
 # %% [markdown]
 # ## All layers
 #
-# The other layers are the same code with other weights. Here it is in one piece. Every layer is checked; the
-# tolerance leaves room for sums in another order, whose rounding eight layers carry on.
+# The other layers are the same code with other weights. Every layer is checked; the tolerance leaves room for sums in
+# another order.
 
 
 # %%
@@ -503,17 +491,16 @@ figure.colorbar(image, ax=axis, label="attention weight", shrink=0.8, pad=0.01)
 plt.show()
 
 # %% [markdown]
-# Some looks come from the prompt itself. While the model reads, before it has thought anything, it carries the value
-# to other tokens. So the key and value of a token, some layers up, may hold more than that token. Keep this in mind
-# for the day when you want to throw tokens out of a cache. A weight says what was read, not what is needed. Tutorial
-# 2 tries what is.
+# Some looks come from the prompt itself: while the model reads, it carries the value to other tokens. So the key and
+# value of a token, some layers up, may hold more than that token. A weight says what was read, not what is needed.
+# Tutorial 2 tries what is.
 #
 # ## Final norm, logits, probabilities
 #
 #     logits = norm(x)·Eᵀ            p = softmax(logits)
 #
 # One more norm, and then a dot product with every row of the embedding table. (This model *ties* its embeddings: the
-# table that reads tokens also writes them. Larger models often have a second table.)
+# table that reads tokens also writes them.)
 
 # %%
 hidden = rms_norm(x, decoder.norm)
@@ -524,8 +511,8 @@ error = (logits - library_logits).abs().max()
 print(f"logits: {tuple(logits.shape)}, largest difference from the library's: {error:.1e}")
 
 # %% [markdown]
-# The decoder predicts the next token *at every position*, and one pass gives all the predictions. We look at two:
-# right after the prompt, where the model may begin as it likes, and at the end, where it has to know `piz`.
+# The decoder predicts the next token *at every position*. We look at two: right after the prompt, where the model may
+# begin as it likes, and at the end, where it has to know `piz`.
 
 # %%
 places = [("first token of the thought", len(prompt) - 1), ("after “piz = ”", N - 1)]
@@ -568,13 +555,12 @@ for T in (0.3, 0.6, 1.0, 1.5, 3.0):
 # %% [markdown]
 # ### The Gumbel-max identity
 #
-# There is a neat way to draw from a softmax without computing it. Add noise to every logit and take the largest:
+# To draw from a softmax without computing it, add noise to every logit and take the largest:
 #
 #     token = argmax_v (logit_v / T + g_v)          g_v = −log(−log u_v),   u_v uniform in (0, 1)
 #
-# The probability that token `v` wins is *exactly* softmax(logits / T)_v. No sum over the vocabulary, no cumulated
-# probabilities. The library samples like this, and its noise is a function of (seed, sequence, position, token): a
-# sequence gets the same noise whatever runs beside it.
+# The probability that token `v` wins is *exactly* softmax(logits / T)_v. The library samples like this, and its noise
+# is a function of (seed, sequence, position, token): a sequence gets the same noise whatever runs beside it.
 #
 # We draw the first token many times, at one position for each draw, and count.
 
@@ -596,8 +582,8 @@ assert ((share - p).abs() <= 5 * sigma + 1 / draws).all(), "these draws are not 
 # %% [markdown]
 # ## Generating, the naive way
 #
-# Everything is there. To generate: compute the logits of the last position, choose a token, append it, start again.
-# Our own code from above, no cache, nothing of the library but its weights.
+# To generate: compute the logits of the last position, choose a token, append it, start again. This is our own code
+# from above, without a cache.
 
 
 # %%
@@ -621,8 +607,7 @@ print(tokenizer.decode(mine))
 
 # %% [markdown]
 # The engine does it with a KV cache. Does it choose the same tokens? Two programs that add in another order differ in
-# the last bits of the logits, so a draw between two tokens could fall differently. We print how close the closest
-# decision was.
+# the last bits of the logits. We print how close the closest decision was.
 
 # %%
 [result] = engine.generate(problem.question, temperature=0, max_new_tokens=steps)
@@ -631,8 +616,8 @@ print(f"{steps} of {steps} tokens are equal. The closest decision had a margin o
 print(f"Without a cache, {read:,} tokens went through the layers to make {steps}.")
 
 # %% [markdown]
-# Every step recomputes all tokens, although only one is new. So almost all the work has been done before, and there
-# is more of it at every step. What can be kept, and what that saves, tutorial 2 measures.
+# Every step recomputes all tokens, although only one is new. Tutorial 2 measures what can be kept, and what that
+# saves.
 #
 # ## Three things to remember
 #

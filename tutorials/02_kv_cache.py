@@ -13,52 +13,30 @@
 # %% [markdown]
 # # 2. Why there is a KV cache, and what it costs
 #
-# Tutorial 1 ended with a loop that recomputes every token for every new one. A *KV cache* ends that: it keeps the
+# Without a cache a model recomputes every token for every new one (tutorial 1). A *KV cache* ends that: it keeps the
 # keys and values of the past. It trades arithmetic for memory, and in a reasoning model memory becomes the problem.
-#
-# We measure both sides of the trade on the embedded model. Then we write the bill for models of seven to eight
-# billion parameters.
-#
-# Times are printed by the cells and depend on your machine. Counts do not.
 #
 # The picture shows the trade for the shape of an 8-billion-parameter Llama. It is computed, not measured: on the left
 # the tokens that pass the layers, on the right the bytes that are kept for it.
+#
+# We measure both sides on the embedded model. Then we write the bill for models of seven to eight billion parameters.
 
 # %%
-import math
-import textwrap
-import time
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
 import torch
-from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
-
-import minithink
-from minithink.config import ModelConfig, RopeScaling
-from minithink.kv.full import FullCache
-from minithink.kv.plain import PlainCache
-from minithink.model import Decoder
-from minithink.policies.full import Full
-from minithink.tasks import Problem, grade, load_problems
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # one core: what we measure is then easy to explain
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 written = torch.arange(1, 32_769)
 BYTES = 32 * 2 * 8 * 128 * 2  # layers, key and value, KV heads, dimensions, bytes of a bfloat16
@@ -71,6 +49,25 @@ axes[1].plot(written, written * 0, color=GREY)
 axes[1].plot(written, written * BYTES / 2**30, color=BLUE)
 axes[1].set(xlabel="tokens written", ylabel="GiB kept")
 plt.show()
+
+# %%
+import math
+import textwrap
+import time
+
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from minithink.config import ModelConfig, RopeScaling
+from minithink.kv.full import FullCache
+from minithink.kv.plain import PlainCache
+from minithink.model import Decoder
+from minithink.policies.full import Full
+from minithink.tasks import Problem, grade, load_problems
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # one core: what we measure is then easy to explain
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -93,8 +90,8 @@ print(f"{L} layers, {Hq} query heads, {Hkv} KV heads of {D} dimensions")
 # Attention is the only place where tokens meet, and it looks back only: token `i` reads the keys and values of tokens
 # `j ≤ i`. So a new token changes nothing before it. The keys and values of the past are final.
 #
-# We check that. The decoder hands q, k and v to an object with `attend`. The one below has no memory: it takes every
-# call for a whole text. It notes the keys and values on the way.
+# We check that. The decoder hands q, k and v to an object with `attend`. The one below has no memory, and notes the
+# keys and values on the way.
 
 
 # %%
@@ -124,13 +121,13 @@ for layer in range(config.num_layers):
 print(f"keys and values of the first 30 tokens are the same, with {len(prompt) - 30} tokens after them or without")
 
 # %% [markdown]
-# And the queries? A query is used once, by its own token. No later token needs it. Hence a *KV* cache, without Q.
+# And the queries? A query is used once, by its own token. Hence a *KV* cache, without Q.
 #
 # ## The same tokens, twice
 #
 # The naive loop gives the decoder the whole text at every step. The cached loop gives it the prompt once (*prefill*)
-# and then one token at a time (*decode*). `FullCache` keeps everything and no more. Its protocol: `join` reserves
-# room for a sequence, `begin_step` says which sequence brings how many tokens, `end_step` closes the step.
+# and then one token at a time (*decode*). `FullCache` keeps everything: `join` reserves room for a sequence,
+# `begin_step` says which sequence brings how many tokens, `end_step` closes the step.
 
 
 # %%
@@ -174,14 +171,12 @@ print(f"tokens that went through the decoder: {fed:,} without a cache, {len(prom
 print(f"seconds: {naive_seconds:.2f} and {cached_seconds:.2f}")
 
 # %% [markdown]
-# With a cache every token goes through the decoder once, except the last one. It is chosen but never read back, so
-# its key and value are never computed.
+# With a cache every token goes through the decoder once, except the last one, which is never read back.
 #
 # ## Time per token
 #
 # Without a cache, token number `n` costs a pass over `n` tokens. With one, it costs a pass over a single token, and a
-# look at `n` keys and values. We measure the cost of one more token at several lengths. What the tokens say does not
-# matter for the time, so we repeat the text until it is long enough.
+# look at `n` keys and values. We measure the cost of one more token at several lengths of a repeated text.
 
 
 # %%
@@ -225,13 +220,11 @@ plt.show()
 assert without_cache[-1] > 5 * with_cache[-1], "the cache should win by far at this length"
 
 # %% [markdown]
-# Generating a text from its first token costs the sum: `n` tokens make `n·(n + 1)/2` token passes without a cache,
-# and `n` with one.
+# Generating a text costs the sum: `n·(n + 1)/2` token passes without a cache, and `n` with one.
 #
 # ## Prefill and decode
 #
-# The cache splits generation into two phases that could hardly be more different. In prefill the decoder reads many
-# tokens in one pass. In decode it reads one.
+# In prefill the decoder reads many tokens in one pass. In decode it reads one.
 
 # %%
 n = 512
@@ -252,9 +245,8 @@ print(f"decode:  {1 / decode_seconds:8,.0f} tokens/s")
 #     traffic = (P + V·d)·size  +  B·S·(bytes of keys and values of a token)
 #               every weight once  every key and value once
 #
-# `P` is the number of weights in the layers' matrices, `size` the bytes of a number, and a multiplication with an
-# addition counts as 2. The weights are read once for a pass, *however many tokens it has*. We leave out the
-# activations, and what is written.
+# `P` is the number of weights in the layers' matrices, `size` the bytes of a number. The weights are read once for a
+# pass, *however many tokens it has*.
 
 
 # %%
@@ -294,9 +286,9 @@ for name, batch, new, keys in [("prefill", 1, n, n), ("decode", 1, 1, n)]:
     print(f"{name:8} {work / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {work / traffic:7.1f} FLOP/byte")
 
 # %% [markdown]
-# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A processor has a
-# ratio of its own, the arithmetic it can do in the time in which it fetches a byte. A pass with a higher intensity is
-# bound by arithmetic. A pass with a lower one is bound by memory: the arithmetic units wait.
+# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A pass with a higher
+# intensity than the processor's own ratio is bound by arithmetic. A pass with a lower one is bound by memory: the
+# arithmetic units wait.
 #
 # We measure this machine's ratio with a large matrix product and a large sum, and draw both phases below the roof
 # that the two limits form. Decode with a larger batch is there, too: the weights are fetched once for all sequences.
@@ -358,12 +350,12 @@ plt.show()
 
 # %% [markdown]
 # Left of the dotted line memory is the limit, right of it arithmetic. A decode step at batch 1 does one
-# multiplication and one addition for each weight that it fetches: half a FLOP for each byte of float32 (0.6 above,
-# with the attention over 512 tokens). No faster arithmetic unit helps it. A larger batch moves it to the right.
+# multiplication and one addition for each weight that it fetches. No faster arithmetic unit helps it. A larger batch
+# moves it to the right.
 #
-# How far a point lies below the roof is what everything else costs. Operations are launched one by one, however small
-# they are, and in a model of this size they are small. Let us count them. (A point may also lie *above* the slope: a
-# processor's caches can hold many weights of such a model.)
+# How far a point lies below the roof is what everything else costs: operations are launched one by one, and in a
+# model of this size they are small. Let us count them. (A point may also lie *above* the slope: a processor's caches
+# can hold many weights of such a model.)
 
 
 # %%
@@ -385,13 +377,13 @@ assert count.launched > 100, "there are too few to explain anything"
 # %% [markdown]
 # ## Bytes per token
 #
-# The cache ends the recomputing. Now its own price. For each token it keeps a key *and* a value, in each layer, in
-# each KV head, with `D` numbers of `bytes` bytes:
+# Now the cache's own price. For each token it keeps a key *and* a value, in each layer, in each KV head, with `D`
+# numbers of `bytes` bytes:
 #
 #     bytes per token = 2 · L · Hkv · D · bytes
 #
-# Note what is not in it: the number of query heads, the width of the model, the vocabulary. That is what GQA was made
-# for. We check the formula against what a `FullCache` says, and that against its tensors.
+# Not in it are the number of query heads, the width of the model, the vocabulary. That is what GQA was made for. We
+# check the formula against what a `FullCache` says, and that against its tensors.
 
 # %%
 per_token = 2 * L * Hkv * D * size
@@ -410,13 +402,12 @@ text_bytes = len(tokenizer.decode(prompt).encode()) / len(prompt)
 print(f"\nA token is {text_bytes:.1f} bytes of text. Its keys and values: {per_token / text_bytes:,.0f} times that.")
 
 # %% [markdown]
-# *Held* and *reserved* are not the same. Nobody knows beforehand how long the model will think, so a full cache
-# promises room for the longest answer. What is promised and not used is lost to everybody else.
+# *Held* and *reserved* are not the same: a full cache promises room for the longest answer, and what is not used is
+# lost to everybody else.
 #
 # ## The cache grows while the model thinks
 #
-# Now a real trace: a problem of middling size, solved to the end. The engine tells of every token whether it belongs
-# to the thinking or to the answer.
+# A problem of middling size, solved to the end:
 
 # %%
 problem = problems[len(problems) // 3]
@@ -464,13 +455,12 @@ print(f"of what is held, {100 * stages.count('think') / total:.0f} % are thought
 assert stages.count("think") > total / 2
 
 # %% [markdown]
-# A straight line, and most of it is thinking. While the answer is written, all the thoughts still occupy the memory,
-# and every step still reads them.
+# A straight line, and most of it is thinking. While the answer is written, every step still reads all the thoughts.
 #
 # ## The bill for real models
 #
 # Three models that reason, described by hand. `Decoder` on the device `meta` has shapes and no memory, so we can
-# count its parameters exactly. We first check that on the embedded model.
+# count its parameters exactly.
 
 
 # %%
@@ -534,8 +524,8 @@ for name, c in models.items():
     )
 
 # %% [markdown]
-# One sequence is bearable. A server runs many, and then the cache is several times the model. The 7B model is hardly
-# smaller than the others, and its cache is less than half of theirs: it has half the KV heads, and fewer layers.
+# One sequence is bearable. A server runs many, and then the cache is several times the model. The 7B model's cache is
+# less than half of the others': it has half the KV heads, and fewer layers.
 #
 # When does the cache outgrow the weights? That takes `weights / bytes per token` tokens, over all sequences together.
 
@@ -556,7 +546,7 @@ plt.show()
 # %% [markdown]
 # ## Why reasoning makes it worse
 #
-# Think of a model that summarizes documents. Its cache is mostly prompt: known in size beforehand, and filled by fast
+# The cache of a model that summarizes documents is mostly prompt: known in size beforehand, and filled by fast
 # prefill passes. A reasoning model turns this around. Over the shipped validation problems:
 
 # %%
@@ -572,15 +562,13 @@ print(
 #
 # - **Room.** The cache grows with the thoughts, and how long they get shows only at the end.
 # - **Time.** Every decode step reads all keys and values that are held. In a batch the weights are shared, but each
-#   sequence has its own keys and values. So batching, the cure for a memory-bound decode, stops working.
+#   sequence has its own keys and values. So batching stops helping.
 # - **Throughput.** Fewer sequences fit beside the weights, so the batches get smaller as the thoughts get longer.
 #
-# The first table shows the second point: the intensity of decode, against the batch size and the length. With short
-# texts a batch helps. With long ones it gains 4 times from 128 times the batch, and most of that would not even fit.
-# (At batch 1 the intensity rises with the length: a weight that is fetched serves one token, but a key or a value
-# serves all the query heads that share its KV head.) The second table shows the third point. It takes an accelerator
-# from its data sheet (H100 SXM: 80 GB, 3.35 TB/s) and gives limits that no software beats while it keeps and reads
-# everything.
+# The first table shows the second point: with long texts the intensity of decode gains 4 times from 128 times the
+# batch. The second table shows the third. It takes an accelerator from its data sheet (H100 SXM: 80 GB, 3.35 TB/s)
+# and gives limits that no software beats while it keeps and reads everything. [docs/speed.md](../docs/speed.md) has
+# what was measured.
 
 # %%
 name = "R1-Distill-Llama-8B"
@@ -605,9 +593,9 @@ assert fit < 128 / 2, "most of the longest batch should not fit"
 # %% [markdown]
 # ## Many sequences, no padding
 #
-# Sequences of a batch have different lengths. A rectangle of numbers must be filled up with padding to the longest
-# one. Here nothing is padded. The tokens of all sequences lie in one flat row, and the decoder does not even know
-# where one ends: norms and matrix products work on single tokens. Only `attend` must know, and `begin_step` tells it.
+# Sequences of a batch have different lengths, and nothing is padded here: the tokens of all sequences lie in one flat
+# row. Norms and matrix products work on single tokens. Only `attend` must know where a sequence ends, and
+# `begin_step` tells it.
 
 # %%
 chosen = [problems[0], problems[150], problems[400]]
@@ -632,9 +620,7 @@ print(f"one row of {' + '.join(map(str, sizes))} = {len(flat)} tokens; a rectang
 print("the hidden states are those that each sequence has alone")
 
 # %% [markdown]
-# In decode it is the same, with one token of each sequence: sequences of any lengths, each at its own position. The
-# promise is that a batch is never worse than its parts. Each sequence gets the tokens that it would get alone. (A
-# batch may add its sums in another order, so a decision that hangs on the last bits could still fall otherwise.)
+# In decode it is the same, with one token of each sequence. Each sequence gets the tokens that it would get alone.
 
 # %%
 questions = [p.question for p in chosen]
@@ -647,18 +633,16 @@ for one, many in zip(singles, batch, strict=True):
 # %% [markdown]
 # ## What if we throw something away?
 #
-# The bill has two factors, tokens and bytes per token. Keep fewer tokens, or fewer bytes of each. Is it safe to throw
-# out a token? We try it.
+# The bill has two factors, tokens and bytes per token. Is it safe to throw out a token? We try it.
 #
-# For that we need a cache that can lose one. `PlainCache` is the simplest in the library
-# (`minithink/kv/plain.py`). It holds each sequence in *lanes*, which are ordinary tensors with a column for each
-# token (`minithink/kv/lanes.py`). A lane is what one KV head of one layer holds:
+# `PlainCache` is the simplest cache that can lose one ([what it holds](../docs/kv-cache.md#the-plain-manager)). It
+# holds each sequence in *lanes*, one for each KV head of each layer, which are ordinary tensors with a column for
+# each token:
 #
 #     k, v   [L, Hkv, S, D]   keys, which are rotated, and values
 #     pos    [1, 1, S]        the position of each token in the text; here all lanes hold the same tokens
 #
-# To evict a token is to drop its column. The columns behind it close ranks. They keep their positions: a key was
-# rotated when it came, and nothing rotates it again.
+# To evict a token is to drop its column. The columns behind it close ranks and keep their positions.
 
 # %%
 cache = PlainCache(config, engine.rope, Full(), rows=1, tokens=10)
@@ -676,12 +660,12 @@ print("and with two more tokens:", lanes.positions()[0, 0].tolist())
 assert lanes.positions()[0, 0].tolist() == [0, 1, 3, 4, 5, 6, 7]
 
 # %% [markdown]
-# Who decides what to drop? In the library it is a *policy*, between two steps. `Full` drops nothing, so that we can
-# do it by hand.
+# In the library a *policy* decides what to drop, between two steps. `Full` drops nothing, so that we can do it by
+# hand.
 #
 # The model reads the first problem. As in tutorial 1 we put the beginning of a thought into its mouth, up to where it
-# must write the value of `piz`, which the prompt gives. We take one token of the prompt out of the cache, right after
-# the prompt was read, and look whether the model still knows the value. Then we begin again with the next token.
+# must write the value of `piz`, which the prompt gives. We take one token of the prompt out of the cache, and look
+# whether the model still knows the value. Then we begin again with the next token.
 #
 # *Guess before you look: which tokens of the prompt are needed?*
 
@@ -729,21 +713,17 @@ assert probability[stated] < 0.03, "without its token the value should be a gues
 # %% [markdown]
 # Most tokens are not needed for this look-up. That is the hope behind every method of cache compression.
 #
-# Compare with your guess, and with the attention weights of tutorial 1. Weights say who *was read*. This plot says
-# who *was needed*. The two need not agree: other tokens may have copied a value while they read it. Here they did
-# not: some tokens of the prompt give the 48 most of their weight (tutorial 1), yet without its own token the model
-# can only guess. And a token that this look-up does not need may be the one that the next needs.
+# Attention weights (tutorial 1) say who *was read*. This plot says who *was needed*. The two need not agree: other
+# tokens may have copied a value while they read it. And a token that this look-up does not need may be the one that
+# the next needs.
 #
 # ## What comes next
 #
 # Everything that follows attacks one of the factors that you have seen here:
 #
-# - **Paged storage** gives back what is reserved and not held: memory in small pages, taken when a token needs it.
+# - **Paged storage** gives back what is reserved and not held.
 # - **Formats** shrink the bytes of a token: 8, 4, even 2 bits for a number, and the scales count, too.
 # - **Policies** shrink the number of tokens: which thoughts may go, when, and how one knows.
-#
-# The later tutorials take them in this order. Two caches stay with us. `FullCache` is the baseline of every
-# comparison. `PlainCache` runs every policy, in tensors that one can print.
 #
 # ## Three things to remember
 #

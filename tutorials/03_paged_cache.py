@@ -13,55 +13,31 @@
 # %% [markdown]
 # # 3. The paged cache
 #
-# Tutorial 2 ended with a straight line: the cache grows with every thought, and most tokens are not needed for the
-# next look-up. To profit from that, a token must be able to leave, and its memory must be good for something
-# afterwards. `PlainCache` lets tokens go, but it moves all that lie behind them. *Pages* move nothing.
+# A cache grows with every thought, and most tokens are not needed for the next look-up (tutorial 2). To profit from
+# that, a token must be able to leave, and its memory must be good for something afterwards. `PlainCache` lets tokens
+# go, but it moves all that lie behind them. *Pages* move nothing.
 #
-# We build a tiny paged store and draw it after every step. Then we run a policy of ten lines on the real one and on
-# `PlainCache`, and both keep the same tokens: pages change where a token lies, and nothing else. We follow the
-# example of a paper slot by slot, and ask the ledger what every byte is for.
+# The picture is the whole idea. B and D leave, and the next two tokens, I and J, take their places.
 #
-# The picture is the whole idea. B and D leave, and the next two tokens, I and J, take their places. No other token is
-# moved.
+# We build a tiny paged store, run a policy of ten lines on the real one and on `PlainCache`, and ask the ledger what
+# every byte is for.
 
 # %%
-import textwrap
-from dataclasses import dataclass, field
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
-import torch
-from torch.testing import assert_close
-
-import minithink
-from minithink.config import ModelConfig
-from minithink.kv.contract import Evict, OpenSegment, Policy, Shape, Storage, keep_best
-from minithink.kv.full import FullCache
-from minithink.kv.manager import KVManager
-from minithink.kv.plain import PlainCache
-from minithink.kv.reading import Reading
-from minithink.kv.store import PagedStore
-from minithink.kv.table import Exhausted, printed
-from minithink.model import Rope
-from minithink.policies import parse
-from minithink.tasks import Problem, grade, load_problems
-
-torch.set_grad_enabled(False)  # we only read
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
 PALE = {BLUE: "#bee3f8", ORANGE: "#feebc8", GREEN: "#c6f6d5", GREY: "#edf2f7"}
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 figure, axis = plt.subplots(figsize=(7, 1.8), layout="constrained")
 for line, (title, letters) in enumerate((("full", "ABCDEFGH"), ("evicted", "A C EFGH"), ("used again", "AICJEFGH"))):
@@ -74,6 +50,26 @@ for line, (title, letters) in enumerate((("full", "ABCDEFGH"), ("evicted", "A C 
 axis.set(xlim=(-2.2, 9), ylim=(-2.7, 1.1), title="two pages of four slots")
 axis.axis("off")
 plt.show()
+
+# %%
+import textwrap
+from dataclasses import dataclass, field
+
+import torch
+from torch.testing import assert_close
+
+from minithink.kv.contract import Evict, Policy, Shape, Storage, keep_best
+from minithink.kv.full import FullCache
+from minithink.kv.manager import KVManager
+from minithink.kv.plain import PlainCache
+from minithink.kv.reading import Reading
+from minithink.kv.store import PagedStore
+from minithink.kv.table import Exhausted
+from minithink.policies import parse
+from minithink.tasks import Problem, grade, load_problems
+
+torch.set_grad_enabled(False)  # we only read
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -92,8 +88,8 @@ L, Hkv, D = config.num_layers, config.num_kv_heads, config.head_dim
 # %% [markdown]
 # ## One buffer for each sequence
 #
-# `FullCache` must promise every sequence room for the longest answer, in one piece, before the first token. Three
-# problems of different sizes, each allowed to grow to 1,000 tokens:
+# `FullCache` must promise every sequence room for the longest answer, in one piece. Three problems of different
+# sizes, each allowed to grow to 1,000 tokens:
 
 # %%
 prompts = [engine.prompt_ids(problems[i].question) for i in (0, 61, 51)]
@@ -109,9 +105,8 @@ print(f"held {held / 2**20:.1f} MiB, reserved {reserved / 2**20:.1f} MiB: {100 *
 assert held < reserved / 10
 
 # %% [markdown]
-# A second weakness does not show in these numbers. Suppose that token 7 of a sequence is not needed any more. Its key
-# and value lie between others. To use the room, everything behind it must move up, in every layer and head, after
-# every eviction. `PlainCache` (tutorial 2) does this, because it is simple. We count what one token moves.
+# A second weakness: suppose that token 7 of a sequence is not needed any more. To use the room, everything behind it
+# must move up, in every layer and head. `PlainCache` (tutorial 2) does this. We count what one token moves.
 
 # %%
 cache = PlainCache(config, engine.rope, parse("full"), rows=1, tokens=len(prompt))
@@ -132,12 +127,11 @@ assert torch.equal(lanes.k[:, :, 7 : len(prompt) - 1], before[:, :, 8 : len(prom
 # %% [markdown]
 # ## Pages
 #
-# Operating systems had this problem long ago. They cut the memory into *pages* of one size, and keep a *table* of the
-# pages that a process has. Pages may lie anywhere; a page is taken when it is needed, and given back when it is
-# empty.
+# As in an operating system, the memory is cut into *pages* of one size, and a *table* says which pages a sequence
+# has. A page is taken when it is needed, and given back when it is empty.
 #
 # Our toy has one layer, one head and 8 dimensions, two sequences, and 6 pages of 4 slots. A *slot* holds the key and
-# the value of one token. The tokens get letters: capital ones in the first sequence, small ones in the second.
+# the value of one token. Tokens are capital letters in the first sequence, small ones in the second.
 
 
 # %%
@@ -177,8 +171,8 @@ class Toy:
 
 
 # %% [markdown]
-# One function draws the pages. Blue slots are the first sequence's, green ones the second's. A white slot is empty. A
-# grey letter is an evicted token whose slot no other token has taken yet.
+# Blue slots are the first sequence's, green ones the second's. A white slot is empty. A grey letter is an evicted
+# token whose slot no other token has taken yet.
 
 
 # %%
@@ -220,11 +214,11 @@ print("free pages:", toy.store.slots.table.free_pages.free, "of", toy.store.slot
 assert toy.store.slots.table.free_pages.free == 2
 
 # %% [markdown]
-# The first sequence has pages 0, 1 and 3, the second has page 2. Nobody reserved anything. What is wasted is at most
-# the end of each sequence's last page: here 2 slots and 1.
+# The first sequence has pages 0, 1 and 3, the second has page 2. What is wasted is at most the end of each sequence's
+# last page: here 2 slots and 1.
 #
-# The *table* knows this. Every row of it is one page: how many slots were ever filled, and which of them are free
-# again, as a mask with one bit for each slot.
+# Every row of the *table* is one page: how many slots were ever filled, and which of them are free again, as a mask
+# with one bit for each slot.
 
 
 # %%
@@ -251,7 +245,7 @@ table(toy.store)
 
 # %% [markdown]
 # No byte of the pool has changed. The keys and values of B are still there, but no list names them any more, so
-# attention does not read them: eviction cost a few bits and a shorter list. And nothing has moved.
+# attention does not read them. And nothing has moved.
 #
 # ## The slot is used again, in place
 #
@@ -273,12 +267,12 @@ assert toy.store.slots.table.free_pages.free == 2
 # %% [markdown]
 # Five tokens came, three had gone, and no page was opened: K and L took the slots of B and C, M that of H.
 #
-# But now the tokens lie out of order: A K L D. Must they be sorted before attention? Look at the formula:
+# Now the tokens lie out of order: A K L D. Must they be sorted before attention?
 #
 #     out = Σ_j exp(q·k_j) · v_j / Σ_j exp(q·k_j)
 #
-# It has two sums over tokens, and a sum has no order. *Where* a token stood in the text is in its key already, by
-# RoPE. We check that: attention over the slots as they lie in memory, and over the tokens as they stood in the text.
+# A sum has no order. *Where* a token stood in the text is in its key already, by RoPE. We check that: attention over
+# the slots as they lie in memory, and over the tokens as they stood in the text.
 
 # %%
 k, v = (x[0, 0] for x in Reading(toy.store)(0))  # [tokens, 8] each, oldest token first
@@ -313,15 +307,15 @@ assert pages_of == {0: [0, 3], 1: [2, 1]}, "the second sequence should have take
 # %% [markdown]
 # ## Who shares a table
 #
-# The toy had one head. Our model has 32 of these *lanes*: 8 layers with 4 KV heads each. Must they all keep the same
-# tokens? That depends on the policy, and it says so by its `scope`:
+# Our model has 32 *lanes*: 8 layers with 4 KV heads each. Must they all keep the same tokens? The policy says so by
+# its `scope`:
 #
 #     "head"       every lane has a table of its own and keeps what it likes
 #     "layer"      the heads of a layer keep the same tokens
 #     "sequence"   all lanes keep the same tokens
 #
-# The policy `random` evicts by lot and can do all three. We let it read a prompt with a budget of 20 tokens, and
-# draw which token is left in which lane.
+# The policy `random` evicts by lot and can do all three. We let it read a prompt with a budget of 20 tokens, and draw
+# which token is left in which lane.
 
 
 # %%
@@ -357,15 +351,13 @@ plt.show()
 assert tables["head"] == 32 * tables["sequence"] == 4 * tables["layer"]
 
 # %% [markdown]
-# Freedom has its price: 32 tables instead of one. ThinKV shares by layer, DynTS by sequence, and methods that give
-# every head its own tokens need a table for each head.
+# Freedom has its price: 32 tables instead of one.
 #
 # ## A policy in ten lines
 #
-# Who decides what leaves? A *policy*. Between two steps the `KVManager` shows it the cache, and it answers with
-# edits. This one exists only here. It thins out what is old: everything of the last moments, of the time before that
-# every second token, then every fourth, and so on. A token has a chance to stay long if a large power of two divides
-# its number.
+# Between two steps the `KVManager` shows a *policy* the cache, and it answers with edits. This one thins out what is
+# old: it keeps everything of the last moments, of the time before that every second token, then every fourth, and so
+# on.
 
 
 # %%
@@ -388,11 +380,11 @@ class Sieve(Policy):
 
 # %% [markdown]
 # `due` tells which tables exceed the budget, `keep_best` marks the best of each, and `Evict` says what to drop. The
-# manager refuses to drop what is protected. The policy does not know about pages, formats, layers or the model.
+# policy does not know about pages, formats, layers or the model ([how a step
+# goes](../docs/kv-cache.md#how-a-step-goes)).
 #
-# And the loop that drives it? It is the one of tutorial 2, with two more arguments: how long the prompt is, and which
-# tokens are read. We look into the cache after every step. Both managers have the same calls, so the same loop drives
-# either of them.
+# The loop that drives it is the one of tutorial 2, with two more arguments: how long the prompt is, and which tokens
+# are read. Both managers have the same calls.
 
 
 # %%
@@ -441,9 +433,8 @@ print(f"Sieve, in pages and on the plain manager: the same {len(plain.tokens)} t
 
 # %% [markdown]
 # The policy `full` evicts nothing, and the tokens are those of `FullCache`. When `Sieve` holds 128 tokens, it evicts
-# one in every step, and both managers hold the same tokens after each of them: pages change where things lie, and
-# nothing else. (`tests/kv/test_plain.py` tests this under every policy of the library.) What do the policies keep?
-# Each line of the pictures is one step. Dark is a token in the cache.
+# one in every step, and both managers hold the same tokens after each of them. What do the policies keep? Each line
+# of the pictures is one step. Dark is a token in the cache.
 
 
 # %%
@@ -481,8 +472,7 @@ assert [grade(run.text, problems[0].answer) for run in (full, window, sieve)] ==
 
 # %% [markdown]
 # Both hold 128 tokens at every step, and the memory of one reaches back to the beginning. That is not enough to
-# reason: the window has lost the facts, and the sieve has holes in them. The policies of the later tutorials differ
-# in one line only, *which* token is the best to keep. The rest of the machine is what you see here.
+# reason: the window has lost the facts, and the sieve has holes in them.
 #
 # ## The bytes of a whole generation
 #
@@ -512,13 +502,12 @@ assert len(since) > 16
 assert max(since) == since[0], "a full window's bytes should not grow"
 
 # %% [markdown]
-# The line of the window bends and stays flat: for each token that comes one goes, and the slot of the one that went
-# is where the next one is written. It has one page more than 128 tokens fill, because a token comes before one goes.
+# The line of the window bends and stays flat: each token that comes takes the slot of one that went.
 #
 # ## The ledger
 #
-# The library keeps a promise: a byte is either accounted for or counted as reserve. The ledger says what all bytes
-# are for, and its total is the size of all tensors that the manager owns. We count these ourselves.
+# A byte is either accounted for or counted as reserve. The ledger's total is the size of all tensors that the manager
+# owns, which we count ourselves.
 
 # %%
 manager = window.manager
@@ -540,10 +529,9 @@ print(f"\nreserve: {100 * ledger.reserve / ledger.total:.0f} % of all, for {mana
 # - `state`, `observations`: what a policy remembers, and what it asked to see.
 # - `reserve`: the pool's free pages and slots.
 #
-# Why is the reserve so large? The pool was made for the worst that this sequence might become, and while the prompt
-# is read everything is kept. Unlike `FullCache`'s, this reserve belongs to no sequence. It can be *shared*. Here are
-# the three problems again, plus a fourth, in a pool of 20 pages of 16 tokens. Each of them may still grow to 1,000
-# tokens, only not all at once.
+# The pool was made for the worst that this sequence might become. But unlike `FullCache`'s, this reserve belongs to
+# no sequence: it can be *shared*. Here are the three problems again, plus a fourth, in a pool of 20 pages of 16
+# tokens. Each of them may still grow to 1,000 tokens, only not all at once.
 
 # %%
 manager = KVManager(config, engine.rope, parse("full"), rows=4, tokens=1000, pages=20)
@@ -571,124 +559,18 @@ print(f"\nafter one sequence left, the next fits; {pool.free} page is free")
 assert pool.free == 1
 
 # %% [markdown]
-# The pool was full, the manager said so in a sentence and changed nothing, and when a sequence had left, its pages
-# served the next. This is how a server fits more sequences beside the weights.
+# The pool was full, the manager said so in a sentence and changed nothing. When a sequence had left, its pages served
+# the next.
 #
-# ## Pages that know what was thought: ThinKV's example
+# ## What comes next
 #
-# ThinKV (figure 6 and §D.6 of the paper) gives the table more columns. It divides the generation into *segments* of τ
-# tokens, each of a thought type: R for reasoning, E for execution, T for transition. A page holds tokens of *one*
-# thought type, because types are stored in different formats and evicted at different times. The table records the
-# type, at which position the segments begin whose tokens are in the page, and for each segment a mask of its slots.
+# ThinKV gives the table more columns: a page holds thoughts of one type, and a slot that a thought has lost waits for
+# the next one of its type. [Tutorial 10](10_thinkv.py) follows the paper's example slot by slot. What pages add to
+# the plain manager is in [docs/kv-cache.md](../docs/kv-cache.md#what-paging-adds), and [its
+# appendix](../docs/appendix/kv-cache.md#which-file-to-read-for-what) names the file to read for what.
 #
-# The paper's example has τ = 4 tokens, groups of 4 that are quantized together, and 4 slots in a page. Each segment
-# that precedes a transition is cut down to 2 tokens. ThinKV chooses these two by K-means. We only want to see the
-# table, so we choose them by hand: B and D, E and H.
-
-# %%
-T, E, R = 0, 1, 2  # the paper's numbers
-SEGMENTS = {4: E, 8: T, 12: R}  # after so many tokens: the next segment's type; the first one is R
-
-
-class Walkthrough(Policy):
-    name, scope = "walkthrough", "layer"
-    storage = Storage(
-        thoughts=("ternary:by=token/ternary", "nvfp4:by=token/nvfp4", "nvfp4:by=token/nvfp4"),  # T, E, R
-        prompt=R,  # the type that a sequence begins with
-        buffer=4,  # tokens wait in full precision until 4 are there
-        block=4,  # a page has 4 slots of 4 bits, which is 8 slots of 2 bits
-    )
-
-    def decide(self, step):
-        n = int(step.clock[0])  # generated tokens
-        if n == 12:  # the transition ends: cut the segments before it
-            yield Evict(sum(step.pos() == "ABCDEFGH".index(letter) for letter in "ACFG").bool())
-        if n in SEGMENTS:
-            yield OpenSegment(step.active, torch.tensor([SEGMENTS[n]], dtype=torch.uint8))
-
-
-one = ModelConfig(
-    "Qwen3ForCausalLM",
-    vocab_size=16,
-    hidden_size=32,
-    intermediate_size=32,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position=64,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-)
-thinkv = KVManager(one, Rope(one), Walkthrough(), rows=1, tokens=16, dtype=torch.bfloat16)
-thinkv.join(0, capacity=16)  # no prompt
-noise = torch.Generator().manual_seed(0)
-
-
-def write(letters: str) -> list:
-    """These tokens come, one a step; their queries, keys and values are noise → the rows of the block table."""
-    for letter in letters:
-        thinkv.begin_step([0], [1], [ord(letter) - ord("A")])
-        q, k, v = torch.randn(3, 1, 2, 16, generator=noise).bfloat16()
-        thinkv.attend(0, torch.cat((q, k), dim=1), v)
-        thinkv.end_step()
-    entries = thinkv.store.entries(layer=0, row=0, head=0)
-    print(f"after {letters[-1]}:\n{printed(entries, ['T', 'E', 'R'])}")
-    return entries
-
-
-# %% [markdown]
-# **Step a.** A, B and C wait in the buffer: the table does not know them. With D the group is full. It is quantized,
-# a page is opened, and the segment that begins at 0 gets a mask of ones.
-
-# %%
-assert write("ABC") == []
-[r] = write("D")
-assert (r.thought, r.filled, r.starts, r.segments, r.evicted) == (R, 4, (0,), ("1111",), "0000")
-
-# %% [markdown]
-# **Step b.** After D the thought changes to execution. E to H get a page of their own. (Here the first page is full.
-# They would get one even if it were not.)
-
-# %%
-r, e = write("EFGH")
-assert (e.thought, e.filled, e.starts, e.segments) == (E, 4, (4,), ("1111",))
-assert r.page != e.page
-
-# %% [markdown]
-# **Step c.** I to L are a transition. They are stored in 2 bits, so the same bytes have 8 slots, and half of the page
-# stays free. When the transition ends, the segments *before* it are cut to two tokens each: bits of the eviction
-# masks.
-
-# %%
-r, e, t = write("IJKL")
-assert (r.segments, r.evicted) == (("0101",), "1010")
-assert (e.segments, e.evicted) == (("1001",), "0110")
-assert (t.thought, t.filled, t.starts, t.segments, t.evicted) == (T, 4, (8,), ("11110000",), "00000000")
-
-# %% [markdown]
-# **Step d.** Reasoning again. The group M to P needs four slots of type R. Two are free in the first page, so M and N
-# go there. The page now holds two segments, that of position 0 and that of position 12, and nothing is evicted in it.
-# O and P open a new page. The free slots of type E stay free: they wait for the next execution thought.
-
-# %%
-r, e, t, new = write("MNOP")
-assert (r.starts, r.segments, r.evicted) == ((0, 12), ("0101", "1010"), "0000")
-assert (e.segments, e.evicted) == (("1001",), "0110")
-assert (new.thought, new.filled, new.starts, new.segments) == (R, 2, (12,), ("1100",))
-ledger = thinkv.account(0)
-print(f"\n{thinkv.held(0)} tokens: {ledger.payload} bytes of codes, {ledger.scales} of scales")
-assert thinkv.held(0) == 12
-
-# %% [markdown]
-# No token was moved and nothing was gathered. That is what the paper calls continuous thinking.
-#
-# In the library, `minithink/kv/store.py` has the life of a token, `slots.py` the free slots, `table.py` the block
-# table and `manager.py` the step protocol. `docs/kv-cache.md` says what pages add to the plain
-# manager; `docs/appendix/kv-cache.md` which test proves it, and which file to read for what.
-#
-# One thing is left for the next tutorial: A, B, C and D were quantized *together*, and their keys share scales. A and
-# C are gone. What happens to the scales?
+# One thing is left for tutorial 4. Formats of few bits quantize tokens in groups that share scales. When most tokens
+# of a group have gone, what happens to the scales?
 #
 # ## Three things to remember
 #
@@ -701,9 +583,8 @@ assert thinkv.held(0) == 12
 # 1. **Block size.** Make the pages of `generate` larger and smaller: `storage = Storage(block=...)` in a subclass of
 #    `Full`. Plot the largest waste and the bytes of the tables against the block size. Which would you choose?
 # 2. **Holes.** Run `random:budget=128,scope=sequence` through `generate`. How many of the slots in its pages does it
-#    use? Why does the window do better, and what would a policy have to do to give back pages early?
+#    use? Why does the window do better?
 # 3. **Protect the prompt.** Run `Sieve(budget=96, protect_prompt=True)`, and larger budgets. From which budget on is
 #    the answer correct, and how many bytes does that save? Compare with the window.
 # 4. **Per head.** Write a policy of scope "head" that keeps the tokens whose values are longest: `step.values(layer)`
 #    is [B, Hkv, S, D]. Draw its lanes as in the section on scopes. Do the heads agree?
-# 5. **The other order.** In the walkthrough, let an execution thought follow after P. Predict the table, then check.

@@ -13,48 +13,65 @@
 # %% [markdown]
 # # 4. Number formats: what four bits can say
 #
-# A cache has two factors, tokens and bytes per token. This tutorial is about the second. A key or a value in float32
-# takes 32 bits, in bfloat16 16. Methods like ThinKV store them in 4 bits, and unimportant ones in 2. How can that
-# work?
+# A key or a value takes 16 bits in bfloat16. Methods like ThinKV store them in 4 bits, and unimportant ones in 2. How
+# can that work?
 #
-# We draw the numbers that few bits can name, quantize a group of real keys by hand, measure errors and bytes on the
-# embedded model, and follow the errors to the attention weights and to the answer. On the way we meet a rotation, in
-# which outliers disappear, and the scales, which are small until tokens leave.
+# The picture shows the idea, for sixteen random numbers (blue). A format names few numbers (the lines), stretched so
+# that the outermost reaches the largest of the sixteen. Each number moves to the nearest line; orange is the error.
+#
+# We quantize a group of real keys by hand, measure errors and bytes on the embedded model, and follow the errors to
+# the attention weights and to the answer.
+
+# %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
+import matplotlib.pyplot as plt
+import torch
+
+from minithink.quant import parse
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+
+numbers = torch.randn(16, generator=torch.Generator().manual_seed(0))
+figure, axes = plt.subplots(1, 3, figsize=(9, 2.6), sharey=True, layout="constrained")
+titles = {"nvfp4": "nvfp4, four bits", "int4s": "whole numbers, four bits", "ternary": "ternary, two bits"}
+for axis, (name, title) in zip(axes, titles.items(), strict=True):
+    fmt = parse(name)
+    named = fmt.point(torch.arange(2**fmt.bits, dtype=torch.uint8)).unique()
+    lines = named[named >= -fmt.reach] * numbers.abs().max() / fmt.reach
+    stored = lines[(numbers[:, None] - lines).abs().argmin(-1)]
+    axis.hlines(lines, -0.5, 15.5, color=GREY, linewidth=0.5)
+    axis.vlines(range(16), numbers, stored, color=ORANGE, linewidth=2)
+    axis.plot(range(16), numbers, ".", color=BLUE)
+    axis.set(title=title, xlabel="sixteen numbers")
+plt.show()
 
 # %%
 import math
 
-import matplotlib.pyplot as plt
-import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-import minithink
 from minithink.kv.contract import Shape, Storage
 from minithink.kv.full import FullCache
 from minithink.kv.manager import KVManager
 from minithink.kv.requantize import Moves
 from minithink.kv.store import PagedStore
 from minithink.policies import parse as parse_policy
-from minithink.quant import e4m3, parse, turboquant
+from minithink.quant import e4m3, turboquant
 from minithink.tasks import Problem, grade
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
-
-BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -89,8 +106,7 @@ print("  ".join(f"{code:04b} {e2m1(code):g}" for code in range(8)))
 
 # %% [markdown]
 # A second format has whole numbers from −7 to 7 (`int4s`; the s is for symmetric). Ternary, in 2 bits, has −1, 0 and
-# 1. `int2s` uses its fourth code for −2. None of them means anything without a *scale*. We draw all of them so that
-# their reach is 1.
+# 1. `int2s` uses its fourth code for −2. We draw all of them so that their reach is 1.
 
 # %%
 figure, axis = plt.subplots(figsize=(9, 2), layout="constrained")
@@ -108,12 +124,12 @@ plt.show()
 
 # %% [markdown]
 # NVFP4 is fine near zero and coarse at the ends. The whole numbers are equally fine everywhere. Which is better
-# depends on where the data are, and we shall measure that.
+# depends on where the data are.
 #
 # ## A group by hand
 #
-# We need real data. `FullCache` keeps the keys and values of everything that the model reads, and a witness also
-# keeps the queries. We let the model solve a problem, and read problem and solution in one pass.
+# We let the model solve a problem, and read problem and solution in one pass. `FullCache` keeps the keys and values,
+# and our witness also the queries.
 
 
 # %%
@@ -148,9 +164,8 @@ print(f"{N} tokens, {len(prompt)} of them the prompt; K and V: {tuple(K.shape)} 
 #
 #     scale = amax / 6          code = nearest point to x / scale          x̂ = point · scale
 #
-# The scale itself is stored in 8 bits: E4M3, a small float with 3 bits of mantissa. Codes are chosen with the scale
-# *as it is stored*. NVFP4 has one more scale, in float32, for the whole tensor. It moves all group scales into the
-# range where E4M3 is good.
+# The scale itself is stored in 8 bits: E4M3, a small float with 3 bits of mantissa. NVFP4 has one more scale, in
+# float32, for the whole tensor. It moves all group scales into the range where E4M3 is good.
 
 # %%
 x = K[0, 0, 100, :16]
@@ -172,9 +187,8 @@ print(f"\nstored: {len(data)} bytes of codes {bytes(data.tolist()).hex()}, 1 byt
 print(f"instead of {x.nbytes} bytes: {8 * (len(data) + 1) / 16} bits a number")
 
 # %% [markdown]
-# What does it cost to round the scale to 8 bits? Between two powers of two E4M3 has eight numbers, so it is off by
-# 1/17 at most, until it runs out of small numbers. We round scales of all sizes, and quantize Gaussians of three
-# widths with and without the scale for the tensor.
+# What does it cost to round the scale to 8 bits? E4M3 is off by 1/17 at most, until it runs out of small numbers. We
+# round scales of all sizes, and quantize Gaussians of three widths with and without the scale for the tensor.
 
 
 # %%
@@ -208,17 +222,16 @@ assert max(e for e, _ in errors.values()) < 0.1 < errors[0.01][1] < 0.15
 assert errors[0.002][1] > 0.9
 
 # %% [markdown]
-# So 1/17 hardly matters, but underflow does: without the float32 scale, small tensors would be rounded to nothing. It
-# is 4 bytes for all keys of a layer, and 4 for all values.
+# So 1/17 hardly matters, but underflow does: without the float32 scale, small tensors would be rounded to nothing.
 #
 # ## Error and bytes, measured
 #
-# We measure formats of the library on the keys and values of problem and solution. There are three families here; a
-# fourth, TurboQuant, has a section of its own below.
+# We measure formats of the library on the keys and values of problem and solution.
 #
 # - `fp8`: E4M3 numbers, one scale for a tensor.
 # - `nvfp4`, `int4s`, `ternary`: symmetric around zero, with an E4M3 scale for 16 numbers.
-# - `int4`, `int2`: *asymmetric*. A group stores its scale *and* its minimum, each in 16 bits: `x̂ = code·scale + min`.
+# - `int4`, `int2`: *asymmetric*. A group stores its scale *and* its minimum, each in 16 bits: `x̂ = code·scale +
+#   min`.
 #
 # A group may run along the channels of one token (`by=channel`), or along 16 consecutive *tokens* of one channel
 # (`by=token`), which only keys do. (The papers name the same two "per token" and "per channel": what has its own
@@ -274,9 +287,8 @@ assert table["int4"][0] == 6
 assert table["ternary"][1] > 0.5
 
 # %% [markdown]
-# Read the first column: the scales count. `int2` has 2 bits of code and 4 bits in all, for its 32 bits of scale and
-# minimum are shared by 16 numbers only. KIVI, where the format comes from, therefore takes larger groups. What does
-# the size of a group buy?
+# Read the first column: `int2` has 2 bits of code and 4 bits in all, for its 32 bits of scale and minimum are shared
+# by 16 numbers only. KIVI, where the format comes from, takes larger groups. What does that buy?
 
 # %%
 print("group     int2: bits, error     nvfp4: bits, error")
@@ -289,8 +301,8 @@ for size in (16, 32, 64):
 # %% [markdown]
 # ## Keys have loud channels
 #
-# Why should keys be grouped by token at all? A picture says it. Here are magnitudes of keys and values of one head,
-# the head with the loudest channel, and beside it the mean of each channel.
+# Why group keys by token at all? Here are magnitudes of keys and values of the head with the loudest channel, and
+# beside it the mean of each channel.
 
 # %%
 loud = K.abs().mean(2)  # [L, Hkv, D]
@@ -320,13 +332,12 @@ assert table["int4"][3] < table["int4"][2]
 assert table["nvfp4"][3] > table["nvfp4"][2]
 
 # %% [markdown]
-# These keys have vertical stripes: a channel that is loud for one token is loud for all. The values of the same head
-# have hardly any. If a loud channel sits in a group with fifteen quiet ones, it sets the scale for them, and they are
-# rounded coarsely. By token, a group holds one channel only, and its scale fits it.
+# These keys have vertical stripes: a channel that is loud for one token is loud for all. The values have hardly any.
+# If a loud channel sits in a group with fifteen quiet ones, it sets the scale for them, and they are rounded
+# coarsely. By token, a group holds one channel only, and its scale fits it.
 #
-# Our model is small, and in most of its heads the stripes are mild. In the table above `by=token` gains little, and
-# nothing for NVFP4, whose grid is fine where the quiet channels are. In large models some channels are many times as
-# loud. We imitate that: one channel of every head gets 16 times as loud. We look at the error of all the *others*.
+# In most heads of our small model the stripes are mild, so `by=token` gains little in the table above. We imitate a
+# large model: one channel of every head gets 16 times as loud. We look at the error of all the *others*.
 
 # %%
 louder = K.clone()
@@ -351,14 +362,12 @@ for name in ("int4", "int4:by=token", "nvfp4", "nvfp4:by=token"):
 #     R = H · diag(σ) / √D        σ: a fixed sign for each channel        H: the Hadamard matrix, all 1 and −1
 #
 # So every rotated number is a sum over *all* channels, each with some sign, divided by √64 = 8. An outlier *a*
-# contributes a/8 or −a/8 to each of the 64 sums, wherever it was: it is shared out. The other channels add up with
-# signs that look random, and such sums are nearly Gaussian. R is orthogonal, so lengths and inner products stay the
-# same, and attention may rotate one query instead of rotating all keys back.
+# contributes a/8 or −a/8 to each of the 64 sums, and such sums are nearly Gaussian. R is orthogonal, so lengths and
+# inner products stay the same, and attention may rotate one query instead of rotating all keys back.
 #
-# Do our keys have outliers? For each key we divide the largest magnitude by the root mean square (rms) of its
-# channels. The top row of the picture is a typical key, with the median ratio. The bottom row is the most extreme of
-# all keys. The grey lines are the sixteen numbers of the format `tq4`, the best ones for a Gaussian. Bars beyond them
-# are orange.
+# For each key we divide the largest magnitude by the root mean square (rms) of its channels. The top row of the
+# picture is the key with the median ratio, the bottom row the most extreme one. The grey lines are the sixteen
+# numbers of the format `tq4`, the best ones for a Gaussian. Bars beyond them are orange.
 
 
 # %%
@@ -413,15 +422,13 @@ assert abs(after.mean() - peak(noise).mean()) < 0.1, "rotated keys should be lik
 assert abs(peak(V).mean() - peak(noise).mean()) < 0.1, "and values should be like it without a rotation"
 
 # %% [markdown]
-# Most keys of this small model have no outliers worth the name, and its values are like noise. But some keys have
-# outliers, and after the rotation they look like all the others. (A ratio of about 2.6 is what 64 Gaussian numbers
-# have on average, so a rotation also raises ratios that were lower.) Nothing was fitted to these keys. Nearly
-# whatever a vector was, its rotated numbers are about standard normal in these units. So one table of sixteen numbers
-# can serve all models, layers and heads, and one scale a whole head: with 2 bytes for it, `tq4` has 4.25 bits a
-# number.
+# Some keys have outliers, and after the rotation they look like all the others. (A ratio of about 2.6 is what 64
+# Gaussian numbers have on average.) Nothing was fitted to these keys. So one table of sixteen numbers can serve all
+# models, layers and heads, and one scale a whole head: with 2 bytes for it, `tq4` has 4.25 bits a number ([how well
+# it works](../docs/turboquant-triattention.md)).
 #
 # Does the rotation make the error smaller? We take four formats with and without it, on the values, on the keys, and
-# on the keys from above in which channel 5 is 16 times as loud. Those outliers are planted.
+# on keys with a planted outlier: channel 5 is 16 times as loud.
 
 
 # %%
@@ -461,20 +468,18 @@ assert abs(gain["tq4"][1][1] / gain["nvfp4"][1][0] - 1) < 0.03, "at fewer bits"
 assert spread > 1.5 * alone
 
 # %% [markdown]
-# With one scale for a head, the rotation is what makes four bits work. Without it, planted outliers multiply the
-# error of the first two formats; with it, the error does not grow. Where there are no outliers it buys nothing: look
-# at the values. NVFP4 even gets a bit worse. Its groups of 16 already fence an outlier in, and its grid suits one:
-# few coarse steps for large numbers, and fine ones for all others.
+# With one scale for a head, the rotation is what makes four bits work: without it, planted outliers multiply the
+# error of the first two formats. Where there are no outliers it buys nothing. NVFP4 even gets a bit worse: its groups
+# of 16 already fence an outlier in, and its grid suits one.
 #
-# Nor does the outlier's energy go away. The error is proportional to the length of the whole key, and the rotation
-# spreads it over all channels, so the quiet ones get a larger error than before. In groups by token they did not even
-# notice the loud channel.
+# Nor does the outlier's energy go away: the rotation spreads the error over all channels, so the quiet ones get a
+# larger one than before.
 
 # %% [markdown]
 # ## A row of scales outlives its tokens
 #
-# By token, sixteen keys share one row of scales: one byte for each channel. That is fine as long as all sixteen are
-# there. When a policy evicts fifteen of them, the row must stay, for the last one cannot be read without it.
+# By token, sixteen keys share one row of scales: one byte for each channel. When a policy evicts fifteen of them, the
+# row must stay, for the last one cannot be read without it.
 #
 #     bytes of a token = 128·4/8 + 128·4/8 + 128/16  +  128 · (rows that live) / (tokens that live)
 #                        key       value     value's    the keys' scales
@@ -521,14 +526,11 @@ assert (spread[128], spread[64], spread[16], spread[4]) == (144, 152, 200, 264)
 print("\nwith 2 bytes to remember the row, while 64, 16, 4 survive:", *(f"{spread[n] + 2:.0f}" for n in (64, 16, 4)))
 
 # %% [markdown]
-# All starts at 144 bytes, 4.5 bits a number. By channel a token carries its own scales, and it stays like that. By
-# token, with 4 of 128 survivors, it has become 264 bytes: as much as 8 bits a number, from which we wanted to get
-# away. (Each slot must also remember which row is its own. Two bytes would do. This store takes four, and its ledger
-# counts them with the tables.)
+# All starts at 144 bytes, 4.5 bits a number. By channel a token carries its own scales. By token, with 4 of 128
+# survivors, it has become 264 bytes: as much as 8 bits a number.
 #
 # Are real evictions so bad? ThinKV cuts a segment of 128 tokens down to 64, 32, 16, 8, 4, and keeps the keys that are
-# closest to the centres of as many clusters (K-means). We do this with the real keys of a real thought: the heads of
-# a layer concatenated, the centres started as far from each other as possible.
+# closest to the centres of as many clusters (K-means). We do this with the real keys of a real thought.
 
 
 # %%
@@ -572,16 +574,16 @@ plt.show()
 assert all((packed[left] + spread[left]) / 2 <= real[left] <= spread[left] for left in real)
 
 # %% [markdown]
-# Clusters pick their survivors from everywhere, so real evictions are nearer to the worst case than to the best, in
-# which those who stay are neighbours. This is why the library implements both axes, and why a comparison of methods
-# at equal *bytes* can look different from one at equal tokens.
+# Clusters pick their survivors from everywhere, so real evictions are nearer to the worst case than to the best. This
+# is why the library implements both axes, and why a comparison of methods at equal *bytes* can look different from
+# one at equal tokens.
 #
 # ## What errors do to attention
 #
-# An error in a value is averaged with all others. An error in a key goes through an exponential. We compute all
-# attention weights of the generated tokens with exact keys and with keys that were quantized, and compare: how much
-# weight lands on wrong tokens (half the sum of all differences), and how many of the ten heaviest tokens are still
-# among the ten. Then the error of the *output*, if only keys are quantized and if only values are.
+# An error in a value is averaged with all others. An error in a key goes through an exponential. We compare attention
+# weights with exact and with quantized keys: how much weight lands on wrong tokens (half the sum of all differences),
+# and how many of the ten heaviest tokens are still among the ten. Then the error of the *output*, if only keys are
+# quantized and if only values are.
 
 
 # %%
@@ -619,12 +621,11 @@ assert effect["tq2"][0] < effect["ternary"][0]
 
 # %% [markdown]
 # `tq4` and `nvfp4` have nearly the same error of keys, but with `tq4` less weight lands on wrong tokens. One reason
-# is that NVFP4's errors are larger where keys are large, and there queries tend to be large, too. After a rotation,
-# errors are the same in all channels.
+# is that NVFP4's errors are larger where keys are large, and there queries tend to be large, too.
 #
-# Averages over all heads hide the interesting ones: heads that look up *one* token. We count the moments at which a
-# head gives more than 0.9 of its weight to one token. With quantized keys, in how many of them has that
-# token lost more than half of it? The bars show the look-up into the prompt that suffers most from ternary keys.
+# Averages hide the heads that look up *one* token. We count the moments at which a head gives more than 0.9 of its
+# weight to one token. With quantized keys, in how many of them has that token lost more than half of it? The bars
+# show the look-up into the prompt that suffers most from ternary keys.
 
 # %%
 back = true[..., 1:]  # without the first token: in many models heads look there when they look at nothing
@@ -662,9 +663,8 @@ print(
 # %% [markdown]
 # ## What errors do to the next token
 #
-# Layers follow each other, so errors do, too. To see the sum of all we let the decoder read the whole text once more,
-# with an `attend` under which a generated token sees quantized keys and values. (The prompt reads itself in full
-# precision and is quantized afterwards. So does the library.) At each place we compare the probabilities of the next
+# Errors pass from layer to layer. To see the sum of all, the decoder reads the whole text once more, with an `attend`
+# under which a generated token sees quantized keys and values. At each place we compare the probabilities of the next
 # token with the exact ones, and ask whether the most probable one is still the same.
 
 
@@ -729,18 +729,14 @@ assert lost["tq2"][0] < lost["ternary"][0] / 4
 
 # %% [markdown]
 # Compare two lines with the same bits: nvfp4 keys with ternary values, and ternary keys with nvfp4 values. The second
-# is far worse, although ternary *values* made the larger error of attention's output, on average. The average hides
-# what matters. Where weights are spread over many tokens, errors of keys cancel. But a look-up hangs on one token,
-# and if its weight goes elsewhere, another value is copied. A value that is copied with noise can still be told from
-# others.
-#
-# And `tq2` has fewer bits than `ternary`, and far less divergence. The rotation is only one reason. Its four numbers
-# are also placed better than ternary's three.
+# is far worse, although ternary *values* made the larger error of attention's output, on average. Where weights are
+# spread over many tokens, errors of keys cancel. But a look-up hangs on one token, and if its weight goes elsewhere,
+# another value is copied.
 #
 # The figures are for this text and this model. What they teach is to measure behind the softmax, not before it.
 #
-# This is our own arithmetic. Does the library's paged cache, which really holds nothing but codes and scales, say the
-# same? A few tokens through `KVManager`, under the policy `quant`, which keeps everything in one format:
+# Does the library's paged cache, which really holds nothing but codes and scales, say the same? A few tokens through
+# `KVManager`, under the policy `quant`, which keeps everything in one format:
 
 # %%
 manager = KVManager(config, engine.rope, parse_policy("quant:fmt=nvfp4"), rows=1, tokens=N)
@@ -763,8 +759,7 @@ print(f"held: {ledger.payload:,} bytes of codes and {ledger.scales:,} of scales 
 # %% [markdown]
 # ## What errors do to the answer
 #
-# So far the text was given. When the model writes by itself, one other token leads to another text. Is the answer
-# still right?
+# When the model writes by itself, one other token leads to another text. Is the answer still right?
 
 # %%
 print("format                  tokens   correct   bytes, of a full cache in float32")
@@ -780,8 +775,8 @@ assert results["quant:fmt=nvfp4"]
 assert not results["quant:fmt=ternary"]
 
 # %% [markdown]
-# One problem is a story, not a measurement; the accuracy tables of the library use hundreds. But it shows the plan of
-# ThinKV: four bits for thoughts that matter, two for those that do not, and none for those that may go.
+# One problem is a story, not a measurement; [the table of methods](../docs/methods.md) has hundreds. But it shows the
+# plan of ThinKV: four bits for thoughts that matter, two for those that do not, and none for those that may go.
 #
 # ## Three things to remember
 #
@@ -796,11 +791,10 @@ assert not results["quant:fmt=ternary"]
 # 2. **Keys or values.** Give only keys, then only values, each of the formats, and sort the pairs by divergence at
 #    equal bits. Which of the two deserves more bits here?
 # 3. **Loudness.** Vary the factor 16 of the loud channel from 1 to 64. From where on is `int4:by=token` better than
-#    `int4` for the other channels, and by how much? And what of the loud channel itself?
+#    `int4` for the other channels? And what of the loud channel itself?
 # 4. **Break-even.** At how many survivors of 128 does `nvfp4:by=token` cost as much as `fp8`, with K-means? Compute
 #    it for heads of 64 and of 256 dimensions.
 # 5. **Before RoPE.** Undo the rotation of the keys (rotate by minus the position) and measure the ratio of the
 #    loudest channel again. Some methods quantize keys before RoPE. What would the store have to do at every read?
 # 6. **A bad vector.** Find a vector without any outlier that R turns into a single one. (Its ratio is then √64 = 8.)
-#    Why are real keys hardly ever like that? What would happen to (1, …, 1) if R had no signs σ?
-# 7. **NVFP4, rotated.** The error of its keys does not shrink. Measure the weight on wrong tokens, too.
+#    Why are real keys hardly ever like that?

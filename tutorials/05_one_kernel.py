@@ -13,20 +13,25 @@
 # %% [markdown]
 # # 5. One kernel
 #
-# Tutorials 3 and 4 laid tokens into pages and made them smaller. Now somebody has to read them fast. In a decode step
-# attention has one query for each sequence and must read all keys and values, so its time is the time of reading, if
-# nothing else is in the way. Usually something is. We go from PyTorch to a Triton kernel in five steps, 0 to 4.
-# Before each step we predict what will limit it, and afterwards we look at what was measured.
+# In a decode step attention has one query for each sequence and must read all keys and values. So its time is the
+# time of reading, if nothing else is in the way. Usually something is. We go from PyTorch to a Triton kernel in five
+# steps, 0 to 4. Before each step we predict what limits it, and afterwards we look at what was measured.
 #
-# No GPU is needed. Triton has an interpreter that runs kernels on the CPU, slowly, which is enough to prove them
-# right. Triton's *compiler* needs no GPU either, so we can look at what it makes of a kernel. Only speed needs the
-# real thing: speeds come from the file `docs/results/steps.json`, which `python -m minithink.bench steps` writes on a
-# GPU. Where that file is missing, the tutorial says so. (Triton is published for Linux. On other systems this one can
-# be read, not run.)
+# No GPU is needed: Triton's interpreter runs kernels on the CPU, and its compiler works without a GPU. Speeds come
+# from `docs/results/steps.json`, which `python -m minithink.bench steps` writes on a GPU. (Triton is published for
+# Linux. On other systems this tutorial can be read, not run.)
 #
-# The picture shows where we are going: the share of a GPU's bandwidth that each step reached, where that file exists.
-#
-# The kernels are in `minithink/bench/speed/steps.py`, in order. Have that file open beside this one.
+# The picture shows where we are going: the share of a GPU's bandwidth that each step reached. The kernels are in
+# `minithink/bench/speed/steps.py`, in order. Have that file open beside this one.
+
+# %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
 
 # %%
 import difflib
@@ -71,18 +76,8 @@ torch.set_num_threads(1)
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 print("kernels run", "on the GPU" if device.type == "cuda" else "in Triton's interpreter, on the CPU")
 
 if record.default_path("steps").is_file():
@@ -142,9 +137,8 @@ print(f"for each byte read the tensor cores could do {ARITHMETIC / BANDWIDTH:.0f
 #
 # ## Waiting
 #
-# Memory has a second number, its latency. A load that misses the caches takes about half a microsecond to come back,
-# and while nobody asks, nothing comes. To get 4.8 TB/s, bytes must be *on their way* all the time: bandwidth ×
-# latency of them. This is Little's law, the same as for queues in shops.
+# A load that misses the caches takes about half a microsecond to come back: its *latency*. To get 4.8 TB/s, bandwidth
+# × latency bytes must be *on their way* all the time. This is Little's law, the same as for queues in shops.
 
 # %%
 LATENCY = 0.5e-6  # seconds, round; a measurement of step 1 shows where it comes from
@@ -167,12 +161,11 @@ def predict(programs: int, ask: float, waits: float, again: float = 1, more: flo
 
 
 # %% [markdown]
-# `predict` is a bound, not a forecast. It knows how much is asked for at one time and how often the same is asked for
-# again. It does not know what a program does between two questions. Where a measurement is far *below* the bound,
-# there is something to find. Where it is *above*, we have misunderstood something (or a cache has helped).
+# `predict` is a bound, not a forecast: it does not know what a program does between two questions. Where a
+# measurement is far *below* the bound, there is something to find.
 #
-# This is what we compare with. The file also says how fast a kernel is that only reads. No kernel will be faster than
-# that, so from here on this speed, and not the data sheet's, is 100 %.
+# This is what we compare with. The file also says how fast a kernel is that only reads. From here on this speed, and
+# not the data sheet's, is 100 %.
 
 # %%
 shapes = many, long = steps.SHAPES  # many sequences, and the long one
@@ -213,26 +206,20 @@ def compare(name: str, *shares: float) -> None:
 # ## Step 0: the reference, and its test
 #
 # In PyTorch it takes three operations: gather the keys and values that the lists name, put zeros where no token is,
-# attend. `steps.gather` is this function. Nobody would call it fast: the gather reads and writes, the masking reads
-# and writes, attention reads. Each byte moves five times.
+# attend. The gather reads and writes, the masking reads and writes, attention reads: each byte moves five times.
 
 # %%
 print(inspect.getsource(steps.gather))
 compare("gather", *[1 / 5] * 2)
 
 # %% [markdown]
-# PyTorch stays far below even this bound, most of all with the single sequence. So more is moved, or waited for, than
-# the five times that we counted. One reason may be the mask, with which torch cannot use FlashAttention. We leave it
-# at that, because this step has to be right, not fast.
+# PyTorch stays far below even this bound. We leave it at that, because this step has to be right, not fast: all later
+# steps must agree with it. On what inputs? On those that break kernels: lanes that are empty, have one token, end
+# within a *tile* (the tokens that a program handles at one time) or fill it exactly; heads that share a lane and
+# heads that do not; large logits; lists whose ends are garbage; and NaN in every free slot, so that reading one is
+# found out.
 #
-# It is the yardstick, so all later steps must agree with it. On what inputs? On those that break kernels: lanes that
-# are empty, have one token, end within a tile, or fill it exactly; heads that share a lane and heads that do not;
-# large logits; lists whose ends are garbage; and NaN in every slot that is free, so that whoever reads one is found
-# out. (A *tile* is the group of tokens that a program handles at one time. Later, lanes are also cut into *parts* of
-# several tiles, and must be long enough to have some.)
-#
-# A *property test* draws many such inputs. The library's tests use hypothesis for that. Here a loop will do. Most of
-# its lanes begin short and grow, so that a first failure tends to be a small one.
+# A *property test* draws many such inputs. The library's tests use hypothesis for that. Here a loop will do.
 
 
 # %%
@@ -294,8 +281,7 @@ assert lengths.max() > 2 * 32, "no lane would have three parts"
 # %% [markdown]
 # ## A first kernel
 #
-# If you know Triton, go on to step 1. This kernel sums the first `count` numbers of each row of a matrix, and has
-# everything that step 1 needs.
+# If you know Triton, go on to step 1. This kernel sums the first `count` numbers of each row of a matrix.
 
 
 # %%
@@ -318,36 +304,33 @@ print(out.tolist())
 assert out.tolist() == [21, 10, 15]
 
 # %% [markdown]
-# * **Launch.** `kernel[(3,)](...)` runs three *programs*, all at once if there is room. The tuple is the *grid*; it
-#   may have up to three numbers.
-# * **`tl.program_id(0)`** is the program's number, here 0, 1 or 2. Programs differ in nothing else.
+# * **Launch.** `kernel[(3,)](...)` runs three *programs*. The tuple is the *grid*. `tl.program_id(0)` is the
+#   program's number, here 0, 1 or 2; programs differ in nothing else.
 # * **Pointers.** A tensor arrives as the address of its first number. `p_x + 5` is the address of the sixth.
-# * **`tl.arange(0, BLOCK)`** is a vector. So `t` is one, and `p_x + i_row * width + t` a vector of addresses. There
-#   is no loop over its elements: the threads of the program share them.
-# * **`tl.load(addresses, mask, other=0)`** loads where the mask is true and takes 0 elsewhere. Memory behind a false
-#   mask is not touched, so the NaN in rows 1 and 2 does no harm.
+# * **`tl.arange(0, BLOCK)`** is a vector, whose elements the threads of the program share. So `p_x + i_row * width +
+#   t` is a vector of addresses.
+# * **`tl.load(addresses, mask, other=0)`** loads where the mask is true and takes 0 elsewhere. So the NaN in rows 1
+#   and 2 does no harm.
 # * **`tl.constexpr`** marks what is known when the kernel is compiled. Lengths of vectors must be, and must be powers
-#   of two. Each value gives a kernel of its own.
-# * **`tl.full([], 0.0, tl.float32)`** is a scalar, a tensor without axes. It has a type, as what is carried from turn
-#   to turn of a loop must.
-# * **`[:, None]` and `[None, :]`**, which step 1 uses, make a column and a row of a vector, as in numpy. A column of
-#   token addresses plus a row of channels is a table of addresses, and a load of it gives a matrix.
+#   of two.
+# * **`[:, None]` and `[None, :]`** make a column and a row of a vector, as in numpy. A column of token addresses plus
+#   a row of channels is a table of addresses.
 #
 # Names: `p_` is a pointer, `i_` an index, `o_` an offset, `m_` a mask; capitals are compile-time constants.
 #
 # ## Step 1: a program for each query head
 #
-# A program now takes one query head. It goes through its lane in tiles of BLOCK_T tokens and keeps a *running
-# softmax*: the largest logit so far, the sum of exponentials relative to it, and the sum of values with those
-# weights. A new tile may bring a larger logit. Then what was summed before shrinks:
+# A program takes one query head. It goes through its lane in tiles of BLOCK_T tokens and keeps a *running softmax*:
+# the largest logit so far, the sum of exponentials relative to it, and the sum of values with those weights. When a
+# tile brings a larger logit, what was summed before shrinks:
 #
 #     new   = max(top, max_j s_j)
 #     p_j   = 2^(s_j − new)
 #     total = total · 2^(top − new) + Σ_j p_j
 #     acc   = acc   · 2^(top − new) + Σ_j p_j·v_j
 #
-# At the end acc / total is the output, and no list of logits was ever stored. (Powers of two instead of e: the
-# hardware has them. The factor log₂ e goes into the scale.)
+# At the end acc / total is the output. (The hardware has powers of two instead of e. The factor log₂ e goes into the
+# scale.)
 
 # %%
 print(inspect.getsource(steps._query_head.fn))
@@ -358,10 +341,9 @@ print(inspect.getsource(steps.query_heads))
 # The second function launches the first. `cut` says how a program goes through its tokens: tokens of a tile, warps,
 # and stages (which are for step 4).
 #
-# A *warp* is 32 threads that run in step. The threads of a program's warps share each vector and matrix among them,
-# and keep their elements in *registers*, the fastest memory there is, 65,536 of 32 bits for all that runs on a
-# multiprocessor. A sum over a tile needs numbers from all warps. They pass them on through shared memory and wait for
-# each other at a *barrier*.
+# A *warp* is 32 threads that run in step. They keep their elements in *registers*, the fastest memory there is:
+# 65,536 of 32 bits for all that runs on a multiprocessor. For a sum over a tile, warps pass numbers on through shared
+# memory and wait for each other at a *barrier*.
 #
 # Does it do what the reference does? With tiles of one token, and with tiles of eight, so that our small lanes have
 # several:
@@ -374,10 +356,9 @@ assert first_failure(by_tile) is None
 print("both equal the reference")
 
 # %% [markdown]
-# Prediction. Token by token, a program asks for one key and one value and waits until they come. (The list does not
-# count: 32 places are in one line of the cache.) With 32 tokens in a tile it asks for more at a time, but first waits
-# for the places and then for what lies there: two latencies. And in both cases the g query heads of a KV head ask for
-# the same bytes.
+# Prediction. Token by token, a program asks for one key and one value and waits until they come. With 32 tokens in a
+# tile it first waits for the places and then for what lies there: two latencies. In both cases the g query heads of a
+# KV head ask for the same bytes.
 
 # %%
 kv = TOKEN - 4
@@ -391,24 +372,19 @@ if complete:
         print(f"the single sequence, a turn of the loop, {tokens:2} tokens: {turn:.2f} µs")
 
 # %% [markdown]
-# The first of these times is where `LATENCY` comes from. In the single sequence each program has a multiprocessor for
-# itself and does little but wait. So a latency is at most as long as one turn of its loop. With this latency the
-# first kernel is close to its bound for both shapes: waiting is all that limits it.
+# The first of these times is where `LATENCY` comes from: in the single sequence each program does little but wait.
+# With this latency the first kernel is close to its bound for both shapes.
 #
-# By the same reasoning a turn with 32 tokens should take two latencies, and it takes several times as long. The rest
-# must be spent between the loads, where nothing of this program is on its way: the products and sums of a tile are
-# done without tensor cores, with barriers. `predict` knows nothing of that.
+# A turn with 32 tokens should take two latencies, and it takes several times as long. The rest is spent between the
+# loads: products and sums of a tile are done without tensor cores, with barriers. `predict` knows nothing of that.
 #
-# The bound for 64 sequences, one g-th, holds if every question goes to memory. The g programs of a lane run side by
-# side, so the cache on the chip may answer some of them. That would be luck, not design.
-#
-# The single sequence shows the other trouble: there are only as many programs as query heads, and 100 of the 132
-# multiprocessors have nothing to do.
+# The bound for 64 sequences, one g-th, holds if every question goes to memory. The cache on the chip may answer some
+# of them. The single sequence has only as many programs as query heads, and 100 of the 132 multiprocessors have
+# nothing to do.
 #
 # ## A kernel that is wrong
 #
-# Before we go on: can the test fail? A test that cannot is worth nothing. We break the kernel, one line at a time,
-# and look. The function takes a kernel's source, replaces a piece, and loads the result as a module.
+# Can the test fail? A test that cannot is worth nothing. We break the kernel, one line at a time, and look.
 
 # %%
 HEADER = "import triton\nimport triton.language as tl\nfrom minithink.bench.speed.steps import WIDEN\n\n\n"
@@ -438,8 +414,8 @@ print("the property test:", first_failure(broken))
 assert first_failure(broken) is not None
 
 # %% [markdown]
-# In a single tile nothing has to shrink, so a test with short lanes sees nothing. This is why examples must cross the
-# borders of tiles. Some other mistakes that people make:
+# In a single tile nothing has to shrink, so a test with short lanes sees nothing. Examples must cross the borders of
+# tiles. Some other mistakes that people make:
 
 # %%
 mistakes = {
@@ -466,28 +442,22 @@ for name, failure in found.items():
 assert [name for name, failure in found.items() if failure is None] == ["addresses have 32 bits"]
 
 # %% [markdown]
-# One survives. It needs a cache of more than 2³¹ numbers, which no small test has. The benchmark does not find it
-# either: it compares every step with the reference on a small cache, and the one that it times for 64 × 4,096 tokens
-# has about 2²⁹ numbers. Such things must be known. The kernels widen the place to 64 bits at once.
+# One survives. It needs a cache of more than 2³¹ numbers, which no small test has. Such things must be known. The
+# kernels widen the place to 64 bits at once.
 #
 # ## Step 2: query heads that share a lane share the read
 #
-# Grouped-query attention was invented to read less, so the kernel should. A program now takes a KV head, and its g
-# query heads are the rows of a matrix. Two sums over tiles become two matrix products:
+# A program now takes a KV head, and its g query heads are the rows of a matrix. Two sums over tiles become two matrix
+# products:
 #
 #     s   [rows, tokens] = q [rows, D] · kᵀ [D, tokens]
 #     acc [rows, D]     += p [rows, tokens] · v [tokens, D]
 #
-# Tensor cores multiply blocks of at least 16 rows. We have g = 4, so the others are zeros. That wastes three quarters
-# of arithmetic that costs nothing here.
+# Tensor cores multiply blocks of at least 16 rows. We have g = 4, so the others are zeros. That wastes arithmetic,
+# which costs nothing here. Keys, values and the weights p go into the products in bfloat16, and sums are float32.
+# `WIDEN` is true in the interpreter, which has no bfloat16.
 #
-# Keys and values go into the products in bfloat16, as they are in memory. So do the weights p, rounded: that is
-# `p.to(v.dtype)`. Sums are float32. `input_precision="ieee"` concerns float32 inputs, as in our tests: without it
-# tensor cores would round them to 19 bits. `WIDEN` is true in the interpreter, which computes with numpy and
-# therefore has no bfloat16.
-#
-# This is the difference to step 1, lines that went (-) and lines that came (+). The state of the softmax has a row
-# for each query head now; the way through the lane is the same.
+# This is the difference to step 1, lines that went (-) and lines that came (+).
 
 
 # %%
@@ -513,23 +483,20 @@ if complete:
         print(f"{b:2} × {t:6,}, a turn of the loop, {steps.GROUP.tokens} tokens: {turn:.1f} µs")
 
 # %% [markdown]
-# For 64 sequences this is a great step, but not all of the bandwidth. A turn of the loop takes several times what it
-# waits for memory at the least. In the rest of the time the program computes and asks for nothing. The other programs
-# of its multiprocessor, three or four altogether, fill the gap only in part.
+# For 64 sequences this is a great step, but not all of the bandwidth: a turn of the loop takes several times what it
+# waits for memory at the least.
 #
-# The single sequence is stuck: 8 programs, where there were 32. For one long sequence you pay for 132 multiprocessors
-# and use 8. And again each of them waits for only a part of its time.
+# The single sequence is stuck: 8 programs, where there were 32, and 132 multiprocessors.
 #
 # ## Step 3: parts
 #
 # The lane must be cut. Each part is an attention of its own, and leaves two things: its output, and the logarithm of
-# its sum of exponentials, `lse`. These are enough to put the parts together exactly, because a softmax over
-# everything is a weighted mean of softmaxes over parts, and the weight of a part is its share of the sum:
+# its sum of exponentials, `lse`. A softmax over everything is a weighted mean of softmaxes over parts, and the weight
+# of a part is its share of the sum:
 #
 #     out = Σ_i 2^(lse_i − lse) · out_i      lse = log₂ Σ_i 2^lse_i
 #
-# This is the identity behind flash-decoding. The library's `ref/merge.py` has it in a few lines of PyTorch (with e
-# instead of 2):
+# This is the identity behind flash-decoding. `ref/merge.py` has it in a few lines of PyTorch (with e instead of 2):
 
 # %%
 noise = torch.Generator().manual_seed(0)
@@ -551,8 +518,8 @@ assert (merged - whole).abs().max() < 1e-6
 assert (plain_mean - whole).abs().max() > 0.1
 
 # %% [markdown]
-# In the kernel little changes: a second number says which part, the loop runs from `start` to `end`, and the result
-# goes to a scratch tensor. A second, tiny kernel merges. This is the difference to step 2:
+# In the kernel a second number says which part, the loop runs from `start` to `end`, and the result goes to a scratch
+# tensor. A second, tiny kernel merges. This is the difference to step 2:
 
 # %%
 show_difference(steps._kv_head, steps._part)
@@ -563,8 +530,7 @@ assert first_failure(by_part) is None
 print("equals the reference, with parts of 24 tokens: one tile and a half")
 
 # %% [markdown]
-# Can this test fail? It could not if all lanes had a single part, because then nothing is put together. Three
-# mutants:
+# Can this test fail? Three mutants:
 
 # %%
 mistakes = {
@@ -579,7 +545,7 @@ for name, (old, new) in mistakes.items():
 
 # %% [markdown]
 # How long should a part be? Short ones give work to all multiprocessors, but every part's output is written and read
-# again, in float32, for g heads. `part_length` takes 128 tokens for short lanes up to 1,024 for long ones.
+# again. `part_length` takes 128 tokens for short lanes up to 1,024 for long ones.
 
 # %%
 for b, t in shapes:
@@ -607,13 +573,12 @@ def running(b: int, t: int, split: int, fit: int) -> int:
 # %% [markdown]
 # ## What the compiler made of it
 #
-# How many programs fit beside each other on a multiprocessor depends on what each takes: shared memory, and registers
-# for its threads. The compiler knows, and it needs no GPU to tell us. We ask it for code for an H200 (sm_90), in
-# another process, because this one interprets. What comes out is PTX, an assembly language; NVIDIA's `ptxas`, which
-# comes with Triton, makes machine code of it and counts registers.
+# How many programs fit on a multiprocessor depends on what each takes: shared memory, and registers for its threads.
+# The compiler knows, without a GPU. We ask it for code for an H200 (sm_90), in another process, because this one
+# interprets. NVIDIA's `ptxas`, which comes with Triton, makes machine code of it and counts registers.
 #
-# We also count two kinds of instructions. `cp.async` is a load that goes to shared memory by itself, while the
-# program does something else. `mma` is a product on the tensor cores.
+# We also count two kinds of instructions. `cp.async` is a load that goes to shared memory while the program does
+# something else. `mma` is a product on the tensor cores.
 
 # %%
 code = """
@@ -665,8 +630,8 @@ assert made[("_query_head", *steps.TILE)]["mma"] == 0 < split["mma"]
 assert min(fit(split)) == 4, "registers are what is short"
 
 # %% [markdown]
-# Registers are the limit of step 3: four programs of a multiprocessor, where the shared memory would do for twice as
-# many. With 64 sequences there are more programs than fit, and the others wait for their turn.
+# Registers are the limit of step 3: four programs of a multiprocessor. With 64 sequences there are more programs than
+# fit, and the others wait for their turn.
 
 # %%
 length = {shape: steps.part_length(shape[1]) for shape in shapes}
@@ -691,32 +656,27 @@ if complete:
 # For many sequences step 3 is no gain and costs a little. There were programs enough before, and now there are more
 # bytes and a second launch.
 #
-# For the single one it gains a great deal, but the bound has jumped to nearly everything, and the measurement stays
-# far below. The estimate in the last line explains most of that. All programs run at one time, so the whole takes as
-# long as one of them, and one of them takes its turns one after the other.
-#
-# So in both cases it is the turn of the loop that takes too long. Look at the column of `cp.async`: step 3 has none.
+# For the single one it gains a great deal, but the measurement stays far below the bound. The last line explains most
+# of that: all programs run at one time, so the whole takes as long as one of them, turn after turn. So in both cases
+# it is the turn of the loop that takes too long. Look at the column of `cp.async`: step 3 has none.
 #
 # ## Step 4: never stop asking
 #
 # A program of step 3 asks for a tile, waits, computes, asks again. While it computes, none of its bytes are on their
-# way. Only the other programs on the multiprocessor can fill the gap, and `predict` does not know of the gap at all.
+# way. Triton closes this gap with one number, `num_stages`. With more than one stage, the compiler starts the loads
+# of the next tiles, as asynchronous copies to shared memory, before the present tile is worked on. Source and results
+# stay the same.
 #
-# Triton closes it with one number, `num_stages`. With more than one stage, the compiler rewrites the loop: the loads
-# of the next tiles are started, as asynchronous copies to shared memory, before the present tile is worked on. The
-# source stays the same, and so do the results.
-#
-# There is a catch, and the table above shows it. A key's address comes from a load, that of its place. So each tile
-# goes through two loads, one after the other, and the stages are shared between them. With 5 stages:
+# A key's address comes from a load, that of its place. So each tile goes through two loads, and the stages are shared
+# between them. With 5 stages:
 #
 #     turn of the loop                     0   1   2   3   4   5
 #     places are asked for, of tile        4   5   6   7   8   9
 #     keys and values are asked for        2   3   4   5   6   7
 #     products are computed                0   1   2   3   4   5
 #
-# Places are asked for two turns before they are needed, and keys and values again two turns before. Those two tiles
-# of keys and values lie in shared memory or are on their way to it: 64 tokens · 512 bytes = 32 KiB each. With 2 and 3
-# stages there is room for one tile, with 7 for three.
+# So two tiles of keys and values lie in shared memory or are on their way to it. With 2 and 3 stages there is room
+# for one tile, with 7 for three.
 
 # %%
 tile = 64 * kv
@@ -741,10 +701,8 @@ assert first_failure(in_flight) is None
 print("equals the reference")
 
 # %% [markdown]
-# Here `predict` ends. By its account any of these cuts has more on its way than Little's law wants, and the bound is
-# the same as before. What the gaps cost is in none of its numbers, nor how many warps should share a tile: with fewer
-# there are fewer barriers, and each thread holds more. From here on one tries. The benchmark times some neighbours of
-# the cut we chose:
+# Here `predict` ends: any of these cuts has more on its way than Little's law wants. From here on one tries. The
+# benchmark times some neighbours of the cut we chose:
 
 # %%
 for b, t in shapes:
@@ -796,31 +754,20 @@ if complete:
 
 # %% [markdown]
 # We wanted a share near 100 %, and have not reached it. For many sequences it can be had, at least on contiguous
-# memory: torch's attention comes close. For the single one torch does not get there either. Each program has only a
-# few tiles, and the first loads, the last products and the merge have nothing to hide behind.
-#
-# `kernels/paged_attention.py` is about as fast as step 4: a little faster for many sequences, a little slower for the
-# single one. `docs/kernels.md` says what the hardware counters show.
+# memory: torch's attention comes close. For the single one torch does not get there either.
+# [docs/kernels.md](../docs/kernels.md#how-fast-they-are) says what the hardware counters show.
 #
 # ## What the real kernel adds
 #
-# `kernels/paged_attention.py` is step 4 with another cut (for bfloat16 tiles of 128 tokens, 4 warps and 2 stages,
-# tuned on an H200), and:
+# `kernels/paged_attention.py` is step 4 with another cut, and about as fast: a little faster for many sequences, a
+# little slower for the single one. It also reads [lanes in several
+# formats](../kernels/README.md#from-four-bits-to-a-tensor-core), the buffer of tokens that wait to be quantized,
+# heads of any size and tables that several heads share, and it returns the attention that each token got.
 #
-# * **Formats.** A lane may hold FP8, NVFP4, ternary or integer tokens, also several formats at once. Each format is a
-#   launch whose parts go to the same merge. Codes are decoded in registers: four bits come from memory, and sixteen
-#   go into the product.
-# * **The ring.** Formats that quantize tokens in groups keep the newest ones in full precision in a small buffer. It
-#   is one more part.
-# * **Mass.** Policies ask what attention each token got. Logits are noted on the way, and when `lse` is known, a
-#   further kernel turns them into probabilities.
-# * **Any head size**, tables that several heads share, and batches in which only some rows take part.
-# * **Its own length decides.** Our `part_length` looks at the longest lane of the batch. So a sequence is cut
-#   differently beside a long one than alone, its sums are rounded differently, and in the end it may get another
-#   token. In the real kernel each lane's own length decides how it is cut, on the device.
-#
-# We can see the last one. A store as in tutorial 3, with one sequence of 200 tokens, once alone and once beside a
-# sequence of 1,100:
+# One difference can be seen. Our `part_length` looks at the longest lane of the batch. So a sequence is cut
+# differently beside a long one than alone, and its sums are rounded differently. In the real kernel each lane's own
+# length decides. A store as in tutorial 3, with one sequence of 200 tokens, once alone and once beside a sequence of
+# 1,100:
 
 
 # %%
@@ -874,8 +821,8 @@ print(
 assert 3.3 < sixteen / four < 3.6
 
 # %% [markdown]
-# That factor is what four bits are worth at the most, if decoding hides behind reading.
-# `docs/appendix/kernel-times.md` has the kernel's speed in every format, and says how it is measured.
+# That factor is what four bits are worth at the most, if decoding hides behind reading. [The
+# appendix](../docs/appendix/kernel-times.md) has the kernel's speed in every format.
 #
 # ## Three things to remember
 #
@@ -890,12 +837,9 @@ assert 3.3 < sixteen / four < 3.6
 #    that finds it. For one mutant there is no such example: `start > count` instead of `start >= count`. Why?
 # 2. **Shared lists.** Let all KV heads of a sequence share one list of places. How many bytes does that save, in
 #    percent, in bfloat16 and in NVFP4? Is it worth a kernel?
-# 3. **Rows.** The tensor cores compute all rows of a block, those of zeros too. How many query heads of a group fit
-#    into the 16 rows before arithmetic doubles? From how many queries of a sequence at a time (drafts of a
-#    speculative decoder, say) is the task no longer one of reading?
+# 3. **Rows.** How many query heads of a group fit into the 16 rows before arithmetic doubles? From how many queries
+#    of a sequence at a time (drafts of a speculative decoder, say) is the task no longer one of reading?
 # 4. **Short lanes.** Compute the bound of step 4 for 256 sequences of 1,024 tokens, and for 1 of 512. What limits the
-#    second one, and would parts of 64 tokens help? (`running` and `scratch` take the length of a part.) The merge is
-#    a second launch, which takes 2 to 4 µs; this was seen while tuning and has no file.
+#    second one, and would parts of 64 tokens help? (`running` and `scratch` take the length of a part.)
 # 5. **Measurements.** Look for the largest gaps between bound and measurement, in the figure or in
-#    `docs/results/steps.json`. What does `predict` not know? If you have an NVIDIA GPU, `python -m minithink.bench
-#    steps` measures yours.
+#    `docs/results/steps.json`. What does `predict` not know?

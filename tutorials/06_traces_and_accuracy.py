@@ -25,38 +25,23 @@
 # number of problems. Each dot is what one evaluation reports, and the bar is its interval.
 
 # %%
-import json
-import re
-import tempfile
-from math import ceil, comb, log, log1p
-from pathlib import Path
-from statistics import NormalDist
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
 
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
 import numpy as np
-import torch
 
-from minithink.evaluate.__main__ import main as evaluate
-from minithink.evaluate.intervals import bootstrap, wilson
-from minithink.tasks import load_problems
-from minithink.trace.__main__ import main as trace_command
-from minithink.trace.format import NEVER, read
-
-torch.set_num_threads(1)  # the model is so small that threads would wait for each other
+from minithink.evaluate.intervals import wilson
 
 BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
 
 draws = np.random.default_rng(1)
 figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
@@ -69,6 +54,24 @@ axis.axhline(0.9, color=ORANGE, linewidth=0.8)
 axis.set_xticks([5.5, 20.5, 35.5, 50.5], ["3 problems", "50 problems", "200 problems", "700 problems"])
 axis.set(ylabel="right answers", title="the same policy, evaluated again and again (orange: the truth)")
 plt.show()
+
+# %%
+import json
+import re
+import tempfile
+from math import ceil, comb, log, log1p
+from pathlib import Path
+from statistics import NormalDist
+
+import torch
+
+from minithink.evaluate.__main__ import main as evaluate
+from minithink.evaluate.intervals import bootstrap
+from minithink.tasks import load_problems
+from minithink.trace.__main__ import main as trace_command
+from minithink.trace.format import NEVER, read
+
+torch.set_num_threads(1)  # the model is so small that threads would wait for each other
 
 # %% [markdown]
 # ## A small evaluation

@@ -16,16 +16,55 @@
 # A cache that is full must evict. Six policies read the same text and have the same budget: the prompt and a quarter
 # of what is generated. When it is full, a *rule* gives each token a score, and the tokens with the lowest scores go.
 #
-# First the text, and what the rules will score. The model generates it with a full cache. Its last token was never in
-# the cache, so N tokens are left, P of them in the prompt. For each of them we store its query's logits, q·k/√D, with
-# all earlier tokens. A *KV head* has one key for each token. Two query heads share it. We take the keys from
-# `PlainCache`, the library's cache of ordinary tensors: it reads the finished text once, in one pass.
+# The picture shows three of these rules on made-up attention, in which every tenth token is liked most. Each row is a
+# step, each column a token. Blue: the cache holds it. There is room for fifteen tokens; H2O reserves half of it for
+# the newest.
+
+# %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
 
 # %%
 import matplotlib.pyplot as plt
 import torch
 
-import minithink
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+STEPS, ROOM, token = 60, 15, torch.arange(60)
+liking = torch.rand(STEPS, STEPS, generator=torch.Generator().manual_seed(0)) ** 3
+liking[:, ::10] += 0.3
+attention = liking.tril() / liking.tril().sum(-1, keepdim=True)  # row t: the attention of query t
+rules = {
+    "position: the newest stay (window)": lambda t: token / STEPS,
+    "all attention so far (H2O)": lambda t: attention[: t + 1].sum(0).masked_fill(token > t - ROOM // 2, 9),
+    "attention of the newest query (TOVA)": lambda t: attention[t],
+}
+figure, axes = plt.subplots(1, 3, figsize=(9, 3), sharey=True, layout="constrained")
+for axis, (title, rule) in zip(axes, rules.items(), strict=True):
+    held = torch.zeros(STEPS, STEPS, dtype=torch.bool)
+    for t in range(STEPS):
+        held[t] = held[t - 1]
+        held[t, t] = True
+        if held[t].sum() > ROOM:
+            held[t, rule(t).masked_fill(~held[t], torch.inf).argmin()] = False
+    axis.imshow(held, cmap="Blues", interpolation="nearest")
+    axis.set(title=title, xlabel="token")
+axes[0].set(ylabel="step")
+plt.show()
+
+# %% [markdown]
+# ## A text, and what the rules will score
+#
+# The model generates a text with a full cache. Its last token was never in the cache, so N tokens are left, P of them
+# in the prompt. For each of them we store its query's logits, q·k/√D, with all earlier tokens. A *KV head* has one
+# key for each token. Two query heads share it. We take the keys from `PlainCache`, the library's cache of ordinary
+# tensors: it reads the finished text once, in one pass.
+
+# %%
 from minithink.evaluate.needed import HELD, needed_kept
 from minithink.kv.plain import PlainCache
 from minithink.policies.full import Full
@@ -35,7 +74,6 @@ from minithink.tasks import grade, load_problems, needs
 
 torch.set_grad_enabled(False)
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
-plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 L, H, G = engine.config.num_layers, engine.config.num_kv_heads, engine.config.num_heads // engine.config.num_kv_heads
 [problem] = [p for p in load_problems("validation", "ledger") if p.id == "ledger-validation-12c5d02a9141"]

@@ -27,6 +27,15 @@
 # tokens of which two may stay. Attention alone would evict the last one, our score evicts the first.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -37,7 +46,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-import minithink
 from minithink.bench.methods import Sweep
 from minithink.evaluate.intervals import wilson
 from minithink.kv.contract import Demand, Evict, Policy, See, keep_best

@@ -19,6 +19,15 @@
 # query that asks for it is the row above.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import math
 from itertools import pairwise
 
@@ -26,7 +35,6 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-import minithink
 from minithink.evaluate.needed import HELD, needed_kept
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.lrfu import Decay, Scaled, decayed, hit_set, lrfu

@@ -13,30 +13,62 @@
 # %% [markdown]
 # # 10. ThinKV: from an observation to the slot that is overwritten
 #
-# A model that reasons does not do the same thing all the time. It plans, it computes, it doubts. The idea of
-# [ThinKV](https://openreview.net/forum?id=M3CeHnZKNC): find out *what kind of thought* the model is in, and spend
-# memory accordingly. It needs only the attention weights to tell. Everything else follows from a thought's type:
+# A model that reasons plans, computes and doubts. The idea of [ThinKV](https://openreview.net/forum?id=M3CeHnZKNC):
+# find out *what kind of thought* the model is in, and spend memory accordingly. It needs only the attention weights
+# to tell. Everything else follows from a thought's type:
 #
 #     sparsity of attention → type of thought → how many bits a token gets      (TBQ: think before you quantize)
 #                                             → how many tokens a thought keeps (TBE: think before you evict)
 #                                             → in which page a token lies      (CT: continuous thinking)
 #
-# We go through this chain one link at a time, each by hand first and then with the library: the observation, a group
-# of 16 keys, segments that shrink, the tokens that stay, the block table, and at the end all of it on one problem.
+# We go through this chain one link at a time, each by hand first and then with the library. What was measured of the
+# method is in [docs/thinkv.md](../docs/thinkv.md).
 #
 # The picture shows where it leads, for a made-up list of thoughts of 128 tokens each. Each time a doubt has ended (a
 # *transition*, orange), every thought before it keeps fewer tokens: 64, then 32, 16, 8 and at last 4.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+
+from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
+
+BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
+COLORS = {REASONING: GREEN, EXECUTION: BLUE, TRANSITION: ORANGE}
+LETTER = {REASONING: "R", EXECUTION: "E", TRANSITION: "T"}
+plt.rcParams.update({"figure.facecolor": "white", "figure.dpi": 110, "font.size": 9, "axes.titlesize": 9})
+plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+
+figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
+thoughts = [REASONING, EXECUTION, TRANSITION, REASONING, EXECUTION, TRANSITION, EXECUTION, TRANSITION, EXECUTION]
+clock, below = np.arange(1, 128 * len(thoughts) + 1), np.zeros(128 * len(thoughts))
+for i, kind in enumerate(thoughts):
+    ends = [128 * (j + 1) for j in range(i + 1, len(thoughts)) if thoughts[j] == TRANSITION]
+    doubts = sum((clock >= end).astype(int) for end in ends) if ends else np.zeros(len(clock), dtype=int)
+    held = np.minimum(np.clip(clock - 128 * i, 0, 128), np.array([128, 64, 32, 16, 8, 4])[doubts])
+    axis.fill_between(clock, below, below + held, color=COLORS[kind], alpha=0.75, linewidth=0)
+    below = below + held
+axis.plot(clock, clock, color=GREY, linewidth=0.8)
+axis.set(title="green: reasoning, blue: execution, orange: transition; grey line: a full cache", ylabel="tokens held")
+axis.set(xlabel="generated tokens", xlim=(1, len(clock)), ylim=(0, None))
+plt.show()
+
+# %%
 import math
 from dataclasses import dataclass
 
-import matplotlib.pyplot as plt
-import numpy as np
 import torch
 from torch.testing import assert_close
 
-import minithink
 from minithink.calibrate.agreement import confusion, kappa, related
 from minithink.config import ModelConfig
 from minithink.kv.contract import Demand, See
@@ -53,40 +85,10 @@ from minithink.ref.kmeans import kmeans
 from minithink.reread.attention import sparsity
 from minithink.reread.density import density, grid, peaks
 from minithink.tasks import grade, load_problems
-from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION, kinds, segments
+from minithink.text.thoughts import NAMES, kinds, segments
 
 torch.set_grad_enabled(False)  # we only read
 torch.set_num_threads(1)  # the model is so small that threads would wait for each other
-
-BLUE, ORANGE, GREEN, GREY = "#2b6cb0", "#dd6b20", "#2f855a", "#718096"
-COLORS = {REASONING: GREEN, EXECUTION: BLUE, TRANSITION: ORANGE}
-LETTER = {REASONING: "R", EXECUTION: "E", TRANSITION: "T"}
-plt.rcParams.update(
-    {
-        "figure.facecolor": "white",
-        "axes.facecolor": "white",
-        "figure.dpi": 110,
-        "font.size": 9,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlesize": 9,
-        "legend.frameon": False,
-    }
-)
-
-figure, axis = plt.subplots(figsize=(9, 2.4), layout="constrained")
-thoughts = [REASONING, EXECUTION, TRANSITION, REASONING, EXECUTION, TRANSITION, EXECUTION, TRANSITION, EXECUTION]
-clock, below = np.arange(1, 128 * len(thoughts) + 1), np.zeros(128 * len(thoughts))
-for i, kind in enumerate(thoughts):
-    ends = [128 * (j + 1) for j in range(i + 1, len(thoughts)) if thoughts[j] == TRANSITION]
-    doubts = sum((clock >= end).astype(int) for end in ends) if ends else np.zeros(len(clock), dtype=int)
-    held = np.minimum(np.clip(clock - 128 * i, 0, 128), np.array([128, 64, 32, 16, 8, 4])[doubts])
-    axis.fill_between(clock, below, below + held, color=COLORS[kind], alpha=0.75, linewidth=0)
-    below = below + held
-axis.plot(clock, clock, color=GREY, linewidth=0.8)
-axis.set(title="green: reasoning, blue: execution, orange: transition; grey line: a full cache", ylabel="tokens held")
-axis.set(xlabel="generated tokens", xlim=(1, len(clock)), ylim=(0, None))
-plt.show()
 
 engine = minithink.load("tiny", device="cpu", dtype="float32")
 config, tokenizer, decoder = engine.config, engine.tokenizer, engine.decoder
@@ -96,17 +98,16 @@ problems = sorted(load_problems("validation"), key=lambda p: p.thinking_tokens)[
 # %% [markdown]
 # ## 1. The observation
 #
-# How many of the cached tokens does a query really look at? ThinKV counts the ones that it does *not* look at: those
-# whose weight is below 1 % of the largest weight. Their share is the **sparsity** of the row.
+# How many of the cached tokens does a query really look at? ThinKV counts those that it does *not* look at: their
+# weight is below 1 % of the largest weight. Their share is the **sparsity** of the row.
 #
 #     sparsity = |{t : p_t < 0.01 · max p}| / |{t}|
 #
-# Query heads that share a KV head are taken together: of their logits the largest counts, then comes the softmax. The
-# mean over KV heads is the sparsity of a layer.
+# Of query heads that share a KV head, the largest logit counts, then comes the softmax. The mean over KV heads is the
+# sparsity of a layer.
 #
-# We let the model solve four short problems. Then we read the first text again, in one pass, and compute the sparsity
-# of every generated token's row by hand. For that we need keys and queries. `PlainCache` has the keys in ordinary
-# tensors (tutorial 2), and it keeps the queries if its policy *demands* to see them.
+# The model solves four short problems. Then we read the first text again, in one pass, and compute the sparsity of
+# every generated token's row by hand. `PlainCache` keeps the queries if its policy *demands* to see them.
 
 
 # %%
@@ -154,15 +155,15 @@ print(
 )
 
 # %% [markdown]
-# The *calibration* says which layers tell thoughts apart (the paper calls them L\*), and where the thresholds θ1 and
-# θ2 lie between the types. It was measured once and lies beside the model's weights
-# (`docs/appendix/calibration.md`). The policy averages the sparsity over L\*, and so do we:
+# The *calibration* says which layers tell thoughts apart (the paper's L\*), and where the thresholds θ1 and θ2 lie
+# between the types. It was measured once and lies beside the model's weights. The policy averages the sparsity over
+# L\*, and so do we:
 #
 #     T, transition: sparsity ≥ θ2          R, reasoning: between          E, execution: sparsity < θ1
 #
-# Beside that we ask the *words*. A thought that opens with "Wait" doubts, "Now back to …" plans, a calculation
-# executes. The left picture shows two rows of weights, sorted: the least and the most sparse of the second half. The
-# right one shows the sparsity of every token, with the type that its words give it as a colour.
+# Beside that we ask the *words*: "Wait" doubts, "Now back to …" plans, a calculation executes. The left picture shows
+# two rows of weights, sorted: the least and the most sparse of the second half. The right one shows the sparsity of
+# every token, coloured by the type that its words give it.
 
 # %%
 measured = engine.calibration("thoughts.json")
@@ -198,9 +199,8 @@ axes[1].legend(ncols=3, title="by words", loc="lower right")
 plt.show()
 
 # %% [markdown]
-# In large models the paper finds three humps in the density of these numbers, one for each kind of thought, and the
-# thresholds are the valleys between them. Has our model humps? We draw the density (a Gaussian kernel estimate with
-# Scott's rule, as the calibration does it), for all tokens and for those of each label.
+# In large models the paper finds three humps in the density of these numbers, one for each kind of thought. The
+# thresholds are the valleys between them. Has our model humps?
 
 # %%
 pooled, labels = torch.cat(u), torch.cat(words)
@@ -224,11 +224,9 @@ number = torch.cat([torch.arange(len(x)) for x in u]).float()
 print(f"sparsity and the token's number correlate: {np.corrcoef(pooled, number)[0, 1]:.2f}")
 
 # %% [markdown]
-# Look before you believe. Where the three coloured curves lie over each other, sparsity does not tell these thoughts
-# apart. What the calibration found with many more problems stands in its file, and we should read all of it, not only
-# the thresholds. *Fallback* says that no layer had three modes for most problems; then thresholds are quantiles that
-# make 30 % of the segments transitions, and so on. κ is agreement with words beyond chance: 1 is perfect, 0 is what
-# two coins do.
+# Where the three coloured curves lie over each other, sparsity does not tell these thoughts apart. The calibration
+# saw many more problems. *Fallback* says that no layer had three modes for most of them; then thresholds are
+# quantiles. κ is agreement with words beyond chance: 1 is perfect, 0 is what two coins do.
 
 # %%
 m = measured["measurements"]
@@ -270,35 +268,28 @@ print(
 
 # %% [markdown]
 # κ asks whether types and words agree *under the same names*, and they hardly do. χ² asks whether they have anything
-# to do with each other. In the table they do, weakly: doubts are more often among the sparsest segments, as in the
-# paper, but reasoning is among the densest, where the paper has execution.
+# to do with each other. In the table they do, weakly. Is that more than chance? Segments of one text resemble each
+# other, and a longer cache has a larger share of tokens without attention. So a fair comparison exchanges the words
+# among segments of the same text, or better of the same third of it. With the 60 texts of the calibration χ² is 36,
+# and 23 after exchanges within thirds: [the place in the text gives most of it](../docs/appendix/calibration.md).
+# (Four texts are too few to tell.) Types on this small model are in part *early, middle and late*.
 #
-# Is that more than chance? By the tables in books χ² = 18.5 has p = 0.001, but they take segments for independent.
-# Those of one text are not: neighbours resemble each other. And sparsity correlates with a segment's number, for a
-# longer cache has a larger share of tokens without attention. So types on this small model are in part *early, middle
-# and late*. A fair comparison exchanges the words among segments of the same text, or better of the same third of a
-# text, many times. With the 60 texts of the calibration χ² is 36. After exchanges within texts it is 6 on average,
-# within thirds 23, so the place in the text gives most of it (`docs/appendix/calibration.md`). Four
-# texts are too few to tell.
-#
-# That is no verdict on the paper, whose models are a thousand times as large. For us it means: on this model we can
-# learn how ThinKV *works*, and must not conclude that its types are thoughts.
-#
-# From here on a type is simply given. What does it decide?
+# That is no verdict on the paper, whose models are a thousand times as large. On this model we can learn how ThinKV
+# *works*, and must not conclude that its types are thoughts. From here on a type is simply given. What does it
+# decide?
 #
 # ## 2. A type decides on bits
 #
 # Reasoning and execution get 4 bits a number (NVFP4), transitions 2 (ternary): the paper writes R4E4T2. Tokens wait
 # in a buffer until a group of g = 16 is there, and are quantized together. A *value* has a scale for 16 of its own
-# channels. *Keys* have channels that are loud for all tokens (tutorial 4), so in the paper sixteen keys share one
-# scale for each channel. We do the same here. The library does it with `key_axis="channel"`; the end of this section
-# says what its default is, and why.
+# channels. Of *keys*, sixteen share one scale for each channel, as in the paper, because channels are loud for all
+# tokens (tutorial 4):
 #
 #     scale[channel] = max over the 16 tokens |x| / 6       6 is the largest number of NVFP4; ternary: 1
 #     code           = nearest point to x / scale           x̂ = point · scale
 #
 # Scales are stored as E4M3, one byte, relative to one float32 number for the tensor. (Such a format's name ends in
-# `by=token`: its groups run along the tokens, and `key_axis` says what has a scale of its own.)
+# `by=token`: its groups run along the tokens.)
 
 # %%
 group = K[layers[0], 0, P : P + 16]  # [16 tokens, D], the first that were generated
@@ -334,9 +325,8 @@ print(f"R4E4T2 with 30 % transitions: {sum(s * (2 if k == TRANSITION else 4) for
 # %% [markdown]
 # ### Why a slot carries its group's number
 #
-# All this is easy while the sixteen tokens lie side by side. They will not: when some are evicted, tokens of a
-# *later* group are written into their slots. Then two groups with two rows of scales lie mixed in one page, and a
-# code alone does not say which row it was made with. Reading with the wrong one gives a wrong key:
+# When some of the sixteen are evicted, tokens of a *later* group are written into their slots. Then two groups with
+# two rows of scales lie mixed in one page. Reading with the wrong row gives a wrong key:
 
 # %%
 later = K[layers[0], 0, P + 128 : P + 144]
@@ -354,12 +344,9 @@ print(f"error with each slot's own row {right:.3f}, with the first row for all {
 assert right < wrong
 
 # %% [markdown]
-# So every slot keeps the number of its row of scales, and a row lives until its last token has gone. That costs bytes
-# (tutorial 4 counts them).
-#
-# This is the paper's way. The library's default is `key_axis="token"`: a key has a scale for every 16 of its own
-# channels, as a value has, and needs no number. Such scales are coarser where channels are loud (tutorial 4). But
-# under eviction the cache is smaller and a step is faster (`docs/thinkv.md`).
+# So every slot keeps the number of its row of scales, and a row lives until its last token has gone (tutorial 4
+# counts the bytes). This is the paper's way, here `key_axis="channel"`. The library's default is `key_axis="token"`:
+# a key has a scale for every 16 of its own channels, as a value has, and needs no number ([why](../docs/thinkv.md)).
 #
 # ## 3. A type decides how many stay
 #
@@ -371,7 +358,7 @@ assert right < wrong
 #              one step, again and again until it fits; the running one is left alone
 #
 # A transition means that the model has left a train of thought, so what came before is worth less: case 1. Case 2 is
-# about room. Here they are in a few lines, on a made-up list of segments of 8 tokens, with R = 4, 2, 1.
+# about room. Here they are on a made-up list of segments of 8 tokens, with R = 4, 2, 1.
 
 
 # %%
@@ -447,9 +434,8 @@ assert run(STORY, math.inf)[0].size == [2, 2, 4, 4, 4, 4, 8, 8, 8, 8]  # two tra
 # tokens. When the second one is complete, these two fall to 2, and all that came between to 4. On the right the
 # budget of 24 tokens (black) adds case 2: transitions go first, then executions, then reasoning.
 #
-# The library does this for all sequences at once and without loops over segments (`ref/anneal.py`; on a GPU it is a
-# kernel). It must agree with our lists. And there is a third rule: where even that is not enough, `hard_budget` goes
-# on, for a budget is a promise. The paper goes over the budget then.
+# The library does this for all sequences at once (`ref/anneal.py`), and must agree with our lists. It has a third
+# rule: where even that is not enough, `hard_budget` goes on. The paper goes over the budget then.
 
 
 # %%
@@ -481,13 +467,12 @@ assert most[False] > 12 >= most[True]
 # %% [markdown]
 # ## 4. Which tokens stay
 #
-# A segment has 8 tokens and may keep 4. Which? Those that *stand for the others*. K-means puts 4 centres among the
-# keys; of each cluster the token whose key is nearest to the centre stays, with its own key and value. (A centre
-# itself is no token, and has no value.)
+# A segment has 8 tokens and may keep 4: those that *stand for the others*. K-means puts 4 centres among the keys; of
+# each cluster the token whose key is nearest to the centre stays.
 #
-# The start decides where K-means ends, so it must not be random: the first centre is the point nearest to the mean,
-# the next ones are the points farthest from all centres so far. Then ten times: join the nearest centre, move every
-# centre to the mean of its points. Points in a plane can be drawn:
+# The start must not be random: the first centre is the point nearest to the mean, the next ones are the points
+# farthest from all centres so far. Then ten times: join the nearest centre, move every centre to the mean of its
+# points. Points in a plane can be drawn:
 
 
 # %%
@@ -536,9 +521,9 @@ assert all(len(stay(points, k)) == k for k in range(1, 33)), "exactly K should s
 assert len(stay(torch.zeros(6, 2), 3)) == 3, "also of keys that are all equal"
 
 # %% [markdown]
-# Now real keys: one segment of 32 tokens, of one layer. The heads of a layer share a table, so the keys of all of
-# them stand side by side in one long vector. Tokens in [brackets] stay. Then, for every layer: how far is it from a
-# key to the nearest one that is left? We compare with the newest 8, and with 8 by lot.
+# Now real keys: one segment of 32 tokens, of one layer, the keys of all its heads side by side in one long vector.
+# Tokens in [brackets] stay. Then, for every layer: how far is it from a key to the nearest one that is left? We
+# compare with the newest 8, and with 8 by lot.
 
 # %%
 start = P + 3 * tau
@@ -566,27 +551,20 @@ assert all(len(choice) == 8 for choice in kept)
 assert len(set(map(tuple, kept))) > 1, "the layers should not agree on all tokens"
 
 # %% [markdown]
-# The gain is smaller than in the plane. In hundreds of dimensions nearly all keys are about equally far from each
-# other, and the one that stays says little about its cluster. Layers keep different tokens: each has a table of its
-# own.
+# The gain is smaller than in the plane: in hundreds of dimensions nearly all keys are about equally far from each
+# other.
 #
 # ## 5. The slot that is overwritten
 #
-# The survivors of a segment are scattered over its pages. Other methods *gather* them: they move the keys and values
-# together, which costs time at every eviction. ThinKV marks the free slots and waits. The next tokens **of the same
-# type** are written into them. This is the example of the paper's figure 6 and §D.6: segments of τ = 4 tokens, groups
-# of 4, pages of 4 slots (8 where a number has 2 bits), R = {2}. A to D are reasoning, E to H execution, I to L a
-# transition, M to P reasoning again.
+# The survivors of a segment are scattered over its pages. Other methods *gather* them, which costs time at every
+# eviction. ThinKV marks the free slots and waits. The next tokens **of the same type** are written into them. This is
+# the example of the paper's figure 6 and §D.6: segments of τ = 4 tokens, groups of 4, pages of 4 slots (8 where a
+# number has 2 bits), R = {2}. A to D are reasoning, E to H execution, I to L a transition, M to P reasoning again.
 #
-# Tutorial 3 played it with survivors that we chose. Now the real policy runs, and K-means chooses. We only tell it
-# the types. It has `key_axis="channel"`, as in the paper, so that there are rows of scales to look at; with the
-# default there are none. Its decoder is a single attention layer that reads noise; the first page holds a prompt of 4
-# tokens.
-#
-# This is the one section about pages, so it needs the paged manager, `KVManager`. Beside it runs a `PlainCache` under
-# the same policy. It has no slots: its tokens are a list, and those behind an evicted token close ranks. After every
-# step the two must hold the same tokens and give the same attention. Pages decide where a token lies, and nothing
-# else.
+# The real policy runs, and K-means chooses; we only tell it the types. The decoder is a single attention layer that
+# reads noise; the first page holds a prompt of 4 tokens. Beside the paged `KVManager` runs a `PlainCache` under the
+# same policy. After every step the two must hold the same tokens and give the same attention: pages decide where a
+# token lies, and nothing else.
 
 # %%
 TOLD = {0: REASONING, 4: EXECUTION, 8: TRANSITION, 12: REASONING}  # after so many tokens
@@ -676,8 +654,7 @@ feed(PROMPT)
 
 # %% [markdown]
 # **Step a.** A, B and C wait in the buffer, and the table does not know them. With D the group is full: it is
-# quantized, a page of type R is opened, and the segment that begins at position 4 (after the prompt) has a mask of
-# ones.
+# quantized, a page of type R is opened, and the segment that begins at position 4 has a mask of ones.
 
 # %%
 assert write("ABC") == []
@@ -694,8 +671,8 @@ assert e.page != r.page
 
 # %% [markdown]
 # **Step c.** I to L are a transition: 2 bits, 8 slots in the same bytes, half of them used. With L it ends. Case 1:
-# the two segments before it shrink to 2 tokens each. Compare the eviction masks with step b, and watch the memory:
-# not a byte of the two pages changes, and every remaining token is where it was.
+# the two segments before it shrink to 2 tokens each. Compare the eviction masks with step b: not a byte of the two
+# pages changes, and every remaining token is where it was.
 
 # %%
 before, bytes_before = where(), store.pages.pool[[r.page, e.page]].clone()
@@ -713,8 +690,7 @@ assert all(where()[letter] == place for letter, place in before.items() if lette
 
 # %% [markdown]
 # **Step d.** Reasoning again. M to P need four slots of type R. Two are free in page R: **M and N overwrite the two
-# that were evicted**, and the mask of evictions is all zeros again. The page now holds two segments. O and P open a
-# new page. The free slots in page E stay free; they wait for the next execution.
+# that were evicted**. O and P open a new page. The free slots in page E wait for the next execution.
 
 # %%
 staying = [letter for letter in "ABCD" if letter not in gone]
@@ -731,9 +707,8 @@ assert all(where()[letter] == before[letter] for letter in staying)
 assert torch.equal(Reading(store)(0)[0][0, :, mine], keys_before), "keys of those who stay should read the same"
 
 # %% [markdown]
-# The four states as a picture: a white slot is empty, a grey letter has been evicted and its slot is free. And here
-# are the numbers of section 2: for every slot of page R, the row of scales that its key belongs to. Two of them are
-# of the group A to D, two of M to P.
+# The four states as a picture: a white slot is empty, a grey letter has been evicted and its slot is free. Below it,
+# for every slot of page R, is the row of scales that its key belongs to.
 
 # %%
 PALE = {REASONING: "#c6f6d5", EXECUTION: "#bee3f8", TRANSITION: "#feebc8"}
@@ -771,17 +746,15 @@ assert own["M"] != own[staying[0]]
 
 # %% [markdown]
 # No token moved. What a gather would have copied, here cost a few bits, and the memory that was freed is in use
-# again. The plain manager did gather: its list is in the order of the text, and its attention is the same.
+# again.
 #
 # ## 6. All together
 #
-# Now the real model, one short problem, all of ThinKV, with the library's default for keys: each has scales of its
-# own. We need no slots any more, so the plain manager is enough: the positions that a layer holds are a tensor. The
-# paper's τ = 128 would hardly divide so short a text, so we take τ = 32 and R = 16, 8, 4, and a budget of 80 tokens
-# beside the prompt. The shipped thresholds are those of longer texts. Ours are quantiles of this one: we take
-# the full cache's sparsity at the beginnings of segments, and call the highest 40 % transitions and the lowest 30 %
-# executions. Should that not show both cases, we try another share. (Choosing on the text that is shown is fine for
-# showing, and for nothing else.)
+# Now the real model, one short problem, all of ThinKV, with the library's default for keys. We need no slots any
+# more, so the plain manager is enough. The paper's τ = 128 would hardly divide so short a text, so we take τ = 32 and
+# R = 16, 8, 4, and a budget of 80 tokens beside the prompt. Our thresholds are quantiles of this text: the highest 40
+# % of sparsities at the beginnings of segments are transitions and the lowest 30 % executions. Should that not show
+# both cases, we try another share. (Choosing on the text that is shown is fine for showing, and for nothing else.)
 
 
 # %%
@@ -840,8 +813,7 @@ assert min(short.cases) > 0, "both cases should occur"
 
 # %% [markdown]
 # The text, a line for each segment: its type, how many of its tokens the cache still holds at the end (in the first
-# layer of L\*), and these in [brackets]. (`python -m minithink.generate --policy thinkv --budget …` shows types as
-# colours, while the text is generated.)
+# layer of L\*), and these in [brackets].
 
 # %%
 last = set(short.lanes[-1].tolist())
@@ -897,16 +869,12 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 
 # %% [markdown]
 # A good part of the bytes are the buffers: they hold 16 tokens in full precision, however few tokens are kept beside
-# them. With the paper's budget of 1024 tokens they are a small part. (The plain manager counts the bytes of the
-# codes, and stores rounded numbers in float32. The paged one stores the codes: the same `payload`, `scales` and
-# `buffers`, other `tables`, and free slots as `reserve`.)
+# them. With the paper's budget of 1024 tokens they are a small part.
 #
-# A right answer would prove little here, and a wrong one should not surprise you. Of a segment full of numbers 4
-# tokens are left in the end, and any number may be needed again; what is left of transitions has ternary keys, which
-# break look-ups (tutorial 4). These texts are a hard case for a method that was made for long thoughts of large
-# models. How often it goes well, and with which settings, is a question for an evaluation with intervals (tutorial
-# 6), not for one text. What you have seen is the mechanism: a number from attention, a type, bits, a schedule, a
-# slot.
+# A right answer would prove little here, and a wrong one should not surprise you: any number may be needed again, and
+# ternary keys break look-ups (tutorial 4). How often it goes well, and with which settings, is a question for [an
+# evaluation](../docs/thinkv.md). What you have seen is the mechanism: a number from attention, a type, bits, a
+# schedule, a slot.
 #
 # ## Three things to remember
 #
@@ -923,12 +891,11 @@ print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(text, pr
 # 2. **No transitions.** Show that without a T in the list case 1 never occurs, whatever the budget, and that the
 #    library with `hard=True` never holds more than k tokens then. Assert both for fifty random lists.
 # 3. **The next execution.** In the walkthrough, let Q to T follow as an execution (`TOLD[16] = EXECUTION`; the
-#    managers and `join` need room for 20, and the letters go on to T). In which slots do they lie? Assert that they
-#    fill those of the two that went from E to H, and that one more page is opened for the rest.
-# 4. **Scales by token.** Run the walkthrough up to the picture with the default, `"key_axis": "token"`. (The lines
-#    below the picture print rows of scales; leave them out.) Other tokens may stay, because K-means reads the
-#    quantized keys. Assert that the pages have the same types and as many filled slots, and that the store has no
-#    rows of scales any more (`len(store.slots.group_of) == 0`). What does `toy.account(0).scales` say with each?
+#    managers and `join` need room for 20, and the letters go on to T). Assert that they fill the slots of the two
+#    that went from E to H, and that one more page is opened for the rest.
+# 4. **Scales by token.** Run the walkthrough up to the picture with the default, `"key_axis": "token"`. (Leave out
+#    the lines that print rows of scales.) Assert that the pages have the same types and as many filled slots, and
+#    that the store has no rows of scales any more (`len(store.slots.group_of) == 0`).
 # 5. **Better bits.** Run section 6 with `precision="R8E4T4"`, and with `precision="R4E4T4"` for keys and
-#    `v_precision="R4E4T2"` for values. Assert that the first has more `told.bits` than the default. Which answers are
-#    right? Then lower the `budget`, and look again: what is missing first, bits or tokens?
+#    `v_precision="R4E4T2"` for values. Assert that the first has more `told.bits` than the default. Then lower the
+#    `budget`, and look again: what is missing first, bits or tokens?

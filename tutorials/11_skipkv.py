@@ -19,10 +19,18 @@
 # marks a pair that is so similar that the earlier sentence may leave the cache.
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
 import torch
 
-import minithink
 from minithink.policies.skipkv import SkipKV
 from minithink.reread.attention import read
 from minithink.tasks import grade, load_problems

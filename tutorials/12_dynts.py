@@ -21,10 +21,18 @@
 # read them from the text (`minithink/tasks/needs.py`).
 
 # %%
+try:
+    import minithink
+except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+    import os
+
+    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
+    os.system(f"python -m pip install -q '{root}[tutorials]'")
+
+# %%
 import matplotlib.pyplot as plt
 import torch
 
-import minithink
 from minithink.calibrate.quality import kendall, overlap
 from minithink.kv.schedule import divided
 from minithink.policies.dynts_cost import break_even, gain, length, predictor_flops, repaid, token_flops, triggers

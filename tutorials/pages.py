@@ -54,11 +54,15 @@ def cut(text: str) -> str:
 
 
 def code(source: str) -> str:
-    """A cell's code. Cells that begin with imports, which prepare, are folded: a click shows them."""
+    """A cell's code. Cells that install or begin with imports, which prepare, are folded: a click shows them."""
     block = f"```python\n{source}\n```"
-    if not source.startswith(("import ", "from ")):
+    if source.startswith("try:\n    import minithink\n"):
+        purpose = "Install minithink, if it is missing"
+    elif source.startswith(("import ", "from ")):
+        purpose = "Preparations"
+    else:
         return block
-    summary = f"<summary>Preparations: {len(source.splitlines())} lines of code</summary>"
+    summary = f"<summary>{purpose}: {len(source.splitlines())} lines of code</summary>"
     return f"<details>\n{summary}\n\n{block}\n\n</details>"
 
 
