@@ -757,7 +757,6 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         (model, "nothing", {}, "The policy 'nothing' is unknown"),
         (model, "rkv", {}, "needs a budget in tokens: give a budget"),
         (model, 3, {}, "The policy is 3: give a text"),
-        (model, "answer_oracle:budget=9", {}, "is an oracle"),
         (model, "full", {"max_length": 0}, "max_length is 0"),
         (model, "full", {"folder": "nowhere"}, "The folder nowhere does not exist"),
         (model, "full", {"tokenizer": 3}, "The tokenizer is 3: give one"),
@@ -769,6 +768,18 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
     dynamic = model_of(random_decoder(example_config(rope="dynamic"), 1))
     with pytest.raises(UsageError, match="the RoPE of this model, dynamic"):
         hf.cache(dynamic, "streaming_llm:budget=9,sink=3,rerotate=true")
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_oracles_are_refused_before_anything_else_is_asked_of_them(name: str, tiny: Any) -> None:
+    """With and without a budget, a tokenizer and a calibration; in a stack; and as objects."""
+    said = f"{name} is an oracle, which knows what will be read, and runs in minithink alone: give another policy."
+    oracle = parse(f"{name}:budget=60")
+    for policy in (name, f"{name}:budget=60", f"quant:fmt=int8+{name}:budget=60", oracle):
+        for model in (small_model(), tiny):
+            with pytest.raises(UsageError) as refused:
+                hf.cache(model, policy)
+            assert str(refused.value) == said
 
 
 # On the embedded model, with its tokenizer and its calibrations ----------------------------------------------------
