@@ -34,7 +34,7 @@ from minithink.config import ModelConfig
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, counted, escaped
 from minithink.kv.checks import lane_name
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
@@ -267,7 +267,7 @@ def protection(trial: Trial) -> str:
         for lane, held in enumerate(moment.lanes()):
             lost = sorted(set(range(prompt)) - set(held))
             if lost:
-                where = name_of(moment, lane)
+                where = place_of(moment, lane)
                 raise Fault(
                     f"at {said_of(step)}, {where}: the prompt's token at position {lost[0]} is gone, and the prompt "
                     "is protected; `even_protected` is for policies that compress prompts, which say a `cap`"
@@ -342,10 +342,10 @@ def compare(
                 continue
             odd = sorted(set(mine) ^ set(yours))
             if not odd:
-                raise Fault(f"at {said_of(step)}, {name_of(a, lane)}: the same tokens are held in another order")
+                raise Fault(f"at {said_of(step)}, {place_of(a, lane)}: the same tokens are held in another order")
             keeps, lacks = (one, other) if odd[0] in mine else (other, one)
             raise Fault(
-                f"at {said_of(step)}, {name_of(a, lane)}: the token at position {odd[0]} is held {keeps} and not "
+                f"at {said_of(step)}, {place_of(a, lane)}: the token at position {odd[0]} is held {keeps} and not "
                 f"{lacks} ({len(odd):,} {'token differs' if len(odd) == 1 else 'tokens differ'}); {hint}"
             )
         if bits and not torch.equal(a.logits, b.logits):
@@ -386,7 +386,7 @@ def said_of(step: int) -> str:
     return "the end of the prompt" if step == 0 else f"step {step:,}"
 
 
-def name_of(moment: Moment, lane: int) -> str:
+def place_of(moment: Moment, lane: int) -> str:
     """A lane in words."""
     tables, heads, _ = moment.positions.shape
     return lane_name(lane, tables, heads)
@@ -400,7 +400,7 @@ def unnamed(policy: Policy) -> list[str]:
         for name, value in vars(member).items():
             held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value)}
             if held - named:
-                found.append(f"{member.name or type(member).__name__}.{name}")
+                found.append(f"{name_of(member)}.{name}")
     return found
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from minithink.checkpoint.memory import is_out_of_memory
 from minithink.errors import NON_FINITE, MinithinkError, counted
 from minithink.kv.apart import Apart
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager, PoolSize
@@ -266,7 +266,7 @@ class Stream:
         if not found:
             return ""
         first = min(found, key=_number)
-        policy = self.cache.policy.name if isinstance(self.cache, (KVManager, PlainCache)) else ""
+        policy = name_of(self.cache.policy) if isinstance(self.cache, (KVManager, PlainCache)) else ""
         return diagnosis.sentence(self.loaded, first.prompt, first.tokens, policy)
 
     # -- the loop over steps

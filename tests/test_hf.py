@@ -366,6 +366,18 @@ def test_the_report_says_what_was_kept_and_which_budgets_bound() -> None:
     assert "limited none of 2 sequences" in str(loose.report())
 
 
+@dataclass
+class Nameless(Window):
+    name = ""
+
+
+def test_a_report_calls_a_policy_without_a_name_by_its_class() -> None:
+    model = small_model()
+    cache = hf.cache(model, Nameless(budget=400))
+    plain_generate(model, padded([[11, 12, 13]]), 3, **{CACHE: cache})
+    assert "Nameless's budget of 400 tokens limited none of 1 sequence" in str(cache.report())
+
+
 def test_bytes_are_the_tokens_that_they_hold_in_this_model() -> None:
     decoder = random_decoder(example_config("LlamaForCausalLM"), 1)
     of_token = TokenBytes.of(Window(budget=1), config=decoder.config, dtype=decoder.embed.dtype).payload(1)

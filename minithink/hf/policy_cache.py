@@ -31,7 +31,7 @@ from minithink.errors import MinithinkError, UsageError, counted
 from minithink.hf.known import Known, ids_of
 from minithink.hf.passes import Hooks, OfModel, Pass, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
-from minithink.kv.contract import Policy, Shape
+from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
@@ -116,8 +116,8 @@ class PolicyCache(Cache):
         if policy.pull and known.decoder.rotary_emb.rope_type in DYNAMIC:
             kind = known.decoder.rotary_emb.rope_type
             raise UsageError(
-                f"{policy.name} moves tokens nearer, and the RoPE of this model, {kind}, depends on the length of "
-                "the text: give rerotate=false."
+                f"{name_of(policy)} moves tokens nearer, and the RoPE of this model, {kind}, depends on the length "
+                "of the text: give rerotate=false."
             )
         self.known = known
         self.policy = policy
@@ -244,7 +244,7 @@ class PolicyCache(Cache):
             texts = [row[-count:] for row, count in zip(ids.tolist(), counts, strict=True)]
         manager = self._make_manager(batch, longest)
         if ids is None and (manager.listening or self.policy.exempt_answer):
-            raise UsageError(f"{self.policy.name} reads the text, and inputs_embeds have none: give input_ids.")
+            raise UsageError(f"{name_of(self.policy)} reads the text, and inputs_embeds have none: give input_ids.")
         for row, count in enumerate(counts):
             thinking = self._begins_thinking(texts[row] if texts else [])
             manager.join(row, self.max_length, count, thinking)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minithink.errors import counted
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
@@ -94,7 +94,7 @@ def limits_of(policy: Policy) -> list[tuple[str, int]]:
     for member in members(policy):
         limit = member.cap if member.budget is None else member.budget
         if limit is not None:
-            found.append((member.name, limit))
+            found.append((name_of(member), limit))
     return found
 
 

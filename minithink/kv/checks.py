@@ -24,6 +24,7 @@ from minithink.kv.contract import (
     SetBudget,
     Step,
     Storage,
+    name_of,
 )
 from minithink.kv.schedule import Schedule
 from minithink.quant import parse_pair
@@ -100,7 +101,9 @@ def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:
     """Check what `due` returns: which lanes must evict, bool, and how many tokens they may keep, int32."""
     if not isinstance(found, tuple) or len(found) != 2:
         expected = "a tuple: which lanes must evict, and how many tokens each may keep"
-        raise UsageError(f"The policy {policy.name} returned {said(found)} from `due`, which must return {expected}.")
+        raise UsageError(
+            f"The policy {name_of(policy)} returned {said(found)} from `due`, which must return {expected}."
+        )
     which, keep = found
     shape = tuple(step.budget.shape)
     device = step.row.device
@@ -114,8 +117,8 @@ def steered(policy: Policy, hidden: Any, before: Tensor) -> Tensor:
     good = isinstance(hidden, Tensor) and (hidden.shape, hidden.dtype) == (before.shape, before.dtype)
     if not good or hidden.device != before.device:
         raise UsageError(
-            f"The policy {policy.name} returned {said(hidden)} from `steer`, and it must return the hidden states in "
-            f"the form in which it got them: {said(before)}."
+            f"The policy {name_of(policy)} returned {said(hidden)} from `steer`, and it must return the hidden "
+            f"states in the form in which it got them: {said(before)}."
         )
     return hidden
 
@@ -137,8 +140,8 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
     """
     if isinstance(edits, (Tensor, str, bytes, dict)) or not isinstance(edits, Iterable):
         raise UsageError(
-            f"The policy {policy.name} returned {said(edits)} from `decide`, which must yield edits: write `yield "
-            "Evict(drop)`, and yield nothing where nothing is to be done."
+            f"The policy {name_of(policy)} returned {said(edits)} from `decide`, which must yield edits: write "
+            "`yield Evict(drop)`, and yield nothing where nothing is to be done."
         )
     found = []
     for edit in edits:
@@ -146,12 +149,12 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
             expected = f"yield one of {', '.join(EDITS)}"
             if isinstance(edit, type) and issubclass(edit, get_args(Edit)):
                 expected = f"yield an object, as in {edit.__name__}(…)"
-            raise UsageError(f"The policy {policy.name} yielded {said(edit)}, which is no edit: {expected}.")
+            raise UsageError(f"The policy {name_of(policy)} yielded {said(edit)}, which is no edit: {expected}.")
         if captures and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
             allowed = "Evict, SetBudget and OpenSegment" if policy.opens else "Evict and SetBudget"
             raise UsageError(
-                f"The policy {policy.name} is capturable and yields {type(edit).__name__}, and only {allowed} can be "
-                "captured: set capturable = False, or opens = True where segments are opened."
+                f"The policy {name_of(policy)} is capturable and yields {type(edit).__name__}, and only {allowed} "
+                "can be captured: set capturable = False, or opens = True where segments are opened."
             )
         _check_edit(policy, edit, step, storage, looks=asks and step.row.device.type == "cpu")
         found.append(edit)
@@ -192,10 +195,10 @@ def within_limit(policy: Policy, held: Tensor, budget: Tensor, length: int) -> N
     where = lane_name(lane, *held.shape)
     so_far = "it has evicted none" if holds == length else f"the text has {length:,}"
     may = int(limit.flatten()[lane])
-    name = policy.name or type(policy).__name__
     raise UsageError(
-        f"The policy {name}: {where} holds {holds:,} tokens between two steps ({so_far}), and its budget, slack and "
-        f"schedule allow {may:,}: its `decide` must yield an Evict for lanes that are due, or its `slack` be larger."
+        f"The policy {name_of(policy)}: {where} holds {holds:,} tokens between two steps ({so_far}), and its "
+        f"budget, slack and schedule allow {may:,}: its `decide` must yield an Evict for lanes that are due, or its "
+        "`slack` be larger."
     )
 
 
@@ -261,11 +264,11 @@ def _check(policy: Policy, what: str, value: Any, form: _Form) -> None:
     if isinstance(value, Tensor) and _Form(value.dtype, tuple(value.shape), value.device) == form:
         return
     expected = f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)} on {form.device}"
-    raise UsageError(f"The policy {policy.name}: {what} is {said(value)}, and it must be a tensor, {expected}.")
+    raise UsageError(f"The policy {name_of(policy)}: {what} is {said(value)}, and it must be a tensor, {expected}.")
 
 
 def _wrong(policy: Policy, what: str, value: Any, expected: str) -> UsageError:
-    return UsageError(f"The policy {policy.name or type(policy).__name__}: {what} is {said(value)}, and {expected}.")
+    return UsageError(f"The policy {name_of(policy)}: {what} is {said(value)}, and {expected}.")
 
 
 def said(value: Any) -> str:

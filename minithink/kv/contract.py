@@ -563,7 +563,7 @@ class Policy:
         schedule = Schedule.parse(self.schedule)
         if self.budget is None and schedule.grow is None:
             raise UsageError(
-                f"The policy {self.name or type(self).__name__} asks `due` which lanes exceed their budget, and its "
+                f"The policy {name_of(self)} asks `due` which lanes exceed their budget, and its "
                 "`budget` is None: give it one, in tokens."
             )
         held = step.held()
@@ -583,6 +583,11 @@ class Policy:
         """Tokens that the lanes may keep beside the protected ones: int32 [Lt, B, Ht], at least 0."""
         _, keep = self.due(step)
         return (keep - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
+
+
+def name_of(policy: Policy) -> str:
+    """The name of a policy for messages and reports: that of its class, where this gives itself no `name`."""
+    return policy.name or type(policy).__name__
 
 
 def kept(schedule: Schedule, budget: Tensor, prompt: Tensor) -> Tensor:

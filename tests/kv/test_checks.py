@@ -15,13 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.errors import MinithinkError, UsageError
 from minithink.kv.checks import declared, yielded
 from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.policy_errors import explaining
+from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.model import Rope
+from minithink.policies.scored import Scored
+from minithink.policies.window import Window
 from tests.kv.run import Cut, feed, kept, manager_for
 from tests.strategies import example_config, random_decoder
 
@@ -504,3 +508,57 @@ def test_an_unknown_format_is_refused_when_it_is_declared() -> None:
 def test_a_policy_without_a_name_is_called_by_its_class() -> None:
     with pytest.raises(UsageError, match="The policy Mine: slack is -1"):
         declared(Mine(lambda step: (), name="", slack=-1))
+
+
+class Nameless(Mine):
+    """Its class gives itself no name, as one that is written in a notebook."""
+
+    name = ""
+
+
+class NamelessSteers(Nameless):
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Any:
+        return None
+
+
+class NamelessScores(Scored):
+    budget = 3
+
+    def score(self, step: Step, layer: int, choice: Any) -> Any:
+        return "best"
+
+
+def mass_of(step: Step) -> list[Evict]:
+    step.mass(0)
+    return []
+
+
+def fail(step: Step) -> list[Evict]:
+    raise KeyError("seven")
+
+
+NAMELESS: dict[str, Policy] = {
+    "a bare mask": Nameless(mask),
+    "no edit": Nameless(one(mask)),
+    "a mask of another shape": Nameless(one(lambda step: Evict(mask(step, 6)))),
+    "what it has not demanded": Nameless(mass_of),
+    "a number of tokens": Nameless(lambda step: (), budget=0),
+    "a protected prompt": Nameless(lambda step: (), budget=3, protect_prompt=True),
+    "steering": NamelessSteers(lambda step: ()),
+    "an error of its own": Nameless(fail),
+    "a score": NamelessScores(),
+    "a stack": Stack([Window(budget=4, protect_prompt=True), Nameless(lambda step: (), budget=3)]),
+}
+
+
+@pytest.mark.parametrize("case", NAMELESS)
+def test_messages_about_a_policy_without_a_name_say_its_class(case: str) -> None:
+    policy = NAMELESS[case]
+
+    @explaining()
+    def tried() -> None:
+        check_budget(policy, 6)
+        run(policy)
+
+    with pytest.raises(MinithinkError, match=r"\bNameless(Steers|Scores)?\b"):
+        tried()
