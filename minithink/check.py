@@ -499,8 +499,9 @@ def _run(argv: list[str] | None) -> int:
         budget = BUDGET
     policy = written.make(budget=budget)
     engine = load(args.model, device="cpu", dtype="float32", **model_options(args))
+    bound = engine.bind(copy.deepcopy(policy))
     check_budget(policy, PROMPT)
-    engine.try_out(engine.bind(copy.deepcopy(policy)))
+    engine.try_out(bound)
     trial = trial_of(engine, policy, args.tokens)
     length = counted(len(trial.text), "token")
     print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and a text of {length}")

@@ -28,6 +28,7 @@ from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, counted, quoted
 from minithink.generation import DRAWING, GenerationConfig
+from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import PoolSize, bytes_for
@@ -547,8 +548,10 @@ class Engine:
 
         Raises:
             MinithinkError: as in `calibration`.
-            UsageError: a number of the policy or its calibration makes no sense.
+            UsageError: what the policy declares, one of its numbers, or its calibration makes no sense.
         """
+        for member in members(policy):
+            checks.declared(member)
         c = self.config
         shape = Shape(
             layers=c.num_layers,

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -769,6 +769,7 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         (model, "nothing", {}, "The policy 'nothing' is unknown"),
         (model, "rkv", {}, "needs a budget in tokens: give a budget"),
         (model, 3, {}, "The policy is 3: give a text"),
+        (model, Window(budget=cast(Any, "8")), {}, "The policy window: budget is '8', and it must be a whole number"),
         (model, "full", {"max_length": 0}, "max_length is 0"),
         (model, "full", {"folder": "nowhere"}, "The folder nowhere does not exist"),
         (model, "full", {"tokenizer": 3}, "The tokenizer is 3: give one"),

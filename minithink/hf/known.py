@@ -15,6 +15,7 @@ import torch
 from minithink.checkpoint import calibration as files
 from minithink.config import ARCHITECTURES, ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
@@ -117,6 +118,7 @@ class Known:
         else:
             raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=1024, or an object.")
         for member in members(bound):
+            checks.declared(member)
             if is_dataclass(member):
                 check_numbers(member)
             member.bind(self)

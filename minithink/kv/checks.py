@@ -7,7 +7,7 @@ is captured. Values are looked at only on a CPU, where the host may read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -21,6 +21,7 @@ from minithink.kv.contract import (
     Evict,
     OpenSegment,
     Policy,
+    See,
     SetBudget,
     Step,
     Storage,
@@ -36,25 +37,25 @@ def declared(policy: Policy) -> None:
     """Check what a policy says of itself before anything runs.
 
     Raises:
-        UsageError: scope, demands, storage, budget, slack, cap or schedule are not what the contract asks for, or
+        UsageError: scope, demands, storage, a number, a switch or schedule are not what the contract asks for, or
             the policy has a budget and no `decide` that could keep to it.
     """
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
-    if not isinstance(policy.demands, Sequence):
-        raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
-    for demand in policy.demands:
-        if not isinstance(demand, Demand):
-            raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
+    demanded(policy)
     if not isinstance(policy.storage, Storage):
         raise _wrong(policy, "storage", policy.storage, "it must be a Storage")
     for name in policy.storage.formats:
         if name != "plain":
             parse_pair(name)  # UsageError: there is no such format
-    for name in ("budget", "cap", "slack"):
+    for name in ("budget", "cap", "slack", "beside", "pull"):
         value = getattr(policy, name)
-        if type(value) is not int and (value is not None or name == "slack"):
+        if type(value) is not int and (value is not None or name not in ("budget", "cap")):
             raise _wrong(policy, name, value, "it must be a whole number of tokens")
+    for name in ("protect_prompt", "exempt_answer"):
+        value = getattr(policy, name)
+        if type(value) is not bool:
+            raise _wrong(policy, name, value, "it must be True or False")
     if policy.slack < 0:
         raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
     if not isinstance(policy.schedule, str):
@@ -67,6 +68,42 @@ def declared(policy: Policy) -> None:
         raise _wrong(policy, "budget", policy.budget, expected.format("budget"))
     if schedule.grow is not None:  # lanes may grow to that, as to a budget
         raise _wrong(policy, "schedule", policy.schedule, expected.format("schedule"))
+
+
+def demanded(policy: Policy, layers: int | None = None) -> None:
+    """Check what a policy demands to see. Calibrations may tell it, so the managers check once more after `setup`.
+
+    Args:
+        policy: no stack.
+        layers: of the model; None: the model is not known yet.
+
+    Raises:
+        UsageError: a demand is not what the contract asks for, or is about a layer that the model does not have.
+    """
+    if not isinstance(policy.demands, Sequence) or isinstance(policy.demands, str):
+        raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
+    for demand in policy.demands:
+        if not isinstance(demand, Demand):
+            raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
+        if not isinstance(demand.what, See) or not demand.what:
+            raise _wrong(policy, "Demand.what", demand.what, "it must be one of See, as in Demand(See.MASS)")
+        if type(demand.prompt) is not bool:
+            raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
+        if demand.layers is not None:
+            _check_layers(policy, demand, layers)
+
+
+def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:
+    """UsageError: the layers of a demand are no layers of the model. layers: how many it has; None: not known yet."""
+    named: Any = demand.layers
+    if isinstance(named, (str, bytes)) or not isinstance(named, Collection):
+        raise _wrong(policy, "Demand.layers", named, "it must be a frozenset of layers, or None (all layers)")
+    first = -1 if demand.what & See.HIDDEN else 0  # −1: behind the final norm
+    for layer in named:
+        if type(layer) is not int:
+            raise _wrong(policy, "a layer of Demand.layers", layer, "it must be a whole number")
+        if layers is not None and not first <= layer < layers:
+            raise _wrong(policy, "a layer of Demand.layers", layer, f"it must be from {first} to {layers - 1}")
 
 
 def storable(storage: Storage, by_token: bool) -> None:

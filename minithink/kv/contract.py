@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from minithink.config import ModelConfig
-from minithink.errors import UsageError
+from minithink.errors import UsageError, quoted
 from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
@@ -137,7 +137,8 @@ class Demand:
     """Observe something, at some layers, every so many generated tokens.
 
     Raises:
-        UsageError: `every` or `rows` below 1, or an unknown group rule.
+        UsageError: `every` or `rows` is no whole number of at least 1, or an unknown group rule. The other fields are
+            checked by `checks.demanded`, which names the policy.
     """
 
     what: See
@@ -150,8 +151,12 @@ class Demand:
     group: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.rows < 1:
-            raise UsageError(f"A demand for every {self.every} tokens and {self.rows} rows: both must be at least 1.")
+        for number in (self.every, self.rows):
+            if type(number) is not int or number < 1:
+                raise UsageError(
+                    f"A demand for every {quoted(self.every)} tokens and {quoted(self.rows)} rows: both must be "
+                    "whole numbers of at least 1."
+                )
         if self.group not in GROUPS:
             raise UsageError(f"The group rule {self.group!r} is unknown; there are {', '.join(GROUPS)}.")
 
