@@ -39,7 +39,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import check_budget
-from minithink.kv.stack import members
+from minithink.kv.stack import can_only_evict, members
 from minithink.model import Rope
 from minithink.policies import load as load_policy
 from minithink.policies import read as read_policy
@@ -509,8 +509,12 @@ def _run(argv: list[str] | None) -> int:
     for name, verdict, said in verdicts:
         print(f"{name:10} {verdict}: {escaped(said)}")
     failed = [name for name, verdict, _ in verdicts if verdict == "fails"]
-    if not failed and policy.limit is not None and not has_evicted(trial):
-        print("nothing was evicted, so that this says little: give a smaller --budget, or more --tokens")
+    should_evict = policy.limit is not None or can_only_evict(policy)
+    if not failed and should_evict and not has_evicted(trial):
+        advice = "give a smaller --budget, or more --tokens"
+        if policy.limit is None:
+            advice = "the policy has no budget, and its `decide` must yield an Evict for what it drops"
+        print(f"nothing was evicted, so that this says little: {advice}")
     print(f"{', '.join(failed)}: not as it must be" if failed else "all laws hold")
     return int(bool(failed))
 

@@ -38,6 +38,7 @@ from minithink.kv.manager import KVManager, PoolSize
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
+from minithink.kv.stack import can_only_evict
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.reread import diagnosis
@@ -253,6 +254,11 @@ class Stream:
             return None
         limits = [n for n in (self._policy.budget, self._policy.cap) if n is not None]
         return min(limits, default=None)
+
+    @property
+    def can_only_evict(self) -> bool:
+        """Whether the policy has had no effect if it has evicted nothing."""
+        return self._policy is not None and can_only_evict(self._policy)
 
     @property
     def exempts_answers(self) -> bool:

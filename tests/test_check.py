@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minithink.kv.contract import Demand, Evict, See
+from minithink.kv.contract import Demand, Evict, Policy, See
 from minithink.policies.scored import Scored
 
 
@@ -63,6 +63,14 @@ class Leaky(Good):
 
 @dataclass
 class Lax(Good):
+    def decide(self, step):
+        return ()
+
+
+@dataclass
+class Silent(Policy):
+    strength: int = 3
+
     def decide(self, step):
         return ()
 
@@ -151,6 +159,19 @@ def test_a_run_without_an_eviction_says_so(capsys: pytest.CaptureFixture[str]) -
     code = main(["window", "--budget", "40", "--tokens", "3"])
     assert code == 0
     assert "nothing was evicted, so that this says little: give a smaller --budget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mine.py:Silent", "mine.py:Silent+quant:fmt=int8"])
+def test_a_decide_that_yields_nothing_says_so_without_a_budget(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([name, "--tokens", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was evicted, so that this says little: the policy has no budget, and its `decide` must" in said
+
+
+@pytest.mark.parametrize("name", ["full", "quant:fmt=int8", "kivi"])
+def test_what_cannot_evict_is_not_told_so(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([name, "--tokens", "3"]) == 0
+    assert "nothing was evicted" not in capsys.readouterr().out
 
 
 def test_bad_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

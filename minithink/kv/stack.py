@@ -105,6 +105,12 @@ def members(policy: Policy) -> tuple[Policy, ...]:
     return policy.members if isinstance(policy, Stack) else (policy,)
 
 
+def can_only_evict(policy: Policy) -> bool:
+    """Whether a member has a `decide` that can do nothing but evict, because its tokens are stored in the model's own
+    number type. Such a policy has had no effect if nothing was evicted."""
+    return any(type(m).decide is not Policy.decide and m.storage == Storage() for m in members(policy))
+
+
 def listeners(policy: Policy) -> tuple[Policy, ...]:
     """The members that are told their texts, see `Policy.listen`."""
     found = []

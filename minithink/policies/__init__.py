@@ -449,8 +449,13 @@ def check_numbers(policy: Policy) -> None:
 
     Raises:
         UsageError: a whole number is too large for 32 bits, beside a budget; a seed has more than 63 bits; another
-            number is infinite or NaN.
+            number is infinite or NaN; a budget that is an option is missing.
     """
+    if "budget" in _fields(type(policy)) and policy.budget is None and Schedule.parse(policy.schedule).grow is None:
+        name = name_of(policy)
+        raise UsageError(
+            f"The policy {name} needs a budget in tokens: give one, as in {type(policy).__name__}(budget=256)."
+        )
     for f in fields(policy):  # type: ignore[arg-type]
         value = getattr(policy, f.name)
         if isinstance(value, float) and not isfinite(value):

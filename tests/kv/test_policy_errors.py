@@ -142,3 +142,11 @@ def test_what_an_object_declares_is_checked_before_it_is_used(engine: Engine, fi
     setattr(policy, field, value)
     with pytest.raises(UsageError, match=rf"^The policy window: {field} is .*, and it must be a "):
         generate(engine, policy)
+
+
+def test_an_object_whose_budget_is_an_option_needs_one(engine: Engine) -> None:
+    """As the text does. A `decide` that does not ask which lanes are due would evict nothing, silently."""
+    said = r"^The policy loud needs a budget in tokens: give one, as in Loud\(budget=256\)\.$"
+    with pytest.raises(UsageError, match=said):
+        generate(engine, Loud(budget=None))
+    generate(engine, Loud(budget=None, schedule="sawtooth:9/5"))  # which says what lanes may grow to
