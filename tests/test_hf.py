@@ -336,6 +336,52 @@ def test_a_cache_is_for_one_call_and_can_be_reset() -> None:
     assert plain_generate(model, inputs, 20, **{CACHE: cache}) == first
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (8, "The cache holds 27 tokens, and this call's text has 8: "),
+        (14, "The cache holds 27 tokens of sequence 0, and this call's text goes on behind 13, so it is another"),
+        (20, "The cache holds 27 tokens, and this call's text has 20: "),
+        (27, "The cache holds 27 tokens, and this call's text has 27: "),
+        (40, "The cache holds 27 tokens and is given 13 more at once: "),
+    ],
+)
+def test_a_second_prompt_is_refused(tokens: int, said: str) -> None:
+    """generate cuts off as many tokens as the cache holds. Of 14 tokens one is left, as if the text went on."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    plain_generate(model, padded(prompts_of(61, (18,), 2)), 10, **{CACHE: cache})
+    with pytest.raises(UsageError) as refused:
+        plain_generate(model, padded(prompts_of(61, (tokens,), 7)), 5, **{CACHE: cache})
+    assert str(refused.value).startswith(said)
+    assert "make a new cache for every call of generate, or call reset() between them." in str(refused.value)
+
+
+def test_other_prompts_of_a_batch_are_refused() -> None:
+    """They are as many columns as the cache holds and one more, and are padded in other places."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    plain_generate(model, padded(prompts_of(61, (9, 5), 2)), 4, **{CACHE: cache})
+    with pytest.raises(UsageError, match="holds 8 tokens of sequence 1, and this call's text goes on behind 10, so"):
+        plain_generate(model, padded(prompts_of(61, (13, 11), 7)), 5, **{CACHE: cache})
+
+
+def test_positions_may_count_padding() -> None:
+    """Whoever calls the model without generate may number the columns. Only the distance of two tokens matters."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    found = []
+    for first in (0, 5):
+        cache = hf.cache(model, "full")
+        columns = torch.arange(first, first + 9)[None]
+        logits = model(**inputs, position_ids=columns, **{CACHE: cache}).logits[:, -1]
+        ids = logits.argmax(-1, keepdim=True)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        fed = {"input_ids": ids, "attention_mask": mask, "position_ids": columns[:, -1:] + 1}
+        found.append(model(**fed, **{CACHE: cache}).logits)
+    assert_close("logits", found[0], found[1], atol=1e-4)
+
+
 def test_generation_can_go_on() -> None:
     """The whole text with one token that was not fed yet: as if generate had not stopped."""
     model = small_model()

@@ -128,6 +128,8 @@ class PolicyCache(Cache):
         self.manager: KVManager | PlainCache | None = None
         self.running: list[int] = []  # rows whose sequences have not ended
         self._prompts: list[int] = []  # tokens of each row's prompt
+        # How far each row's positions are ahead of its tokens; None: the model is given no positions.
+        self._ahead: list[int] | None = None
         self._left: dict[int, SequenceReport] = {}  # rows that have left
         self._padding: set[int] = set()  # tokens that may come behind an end token
         self._columns = 0  # of the pass that is under way
@@ -167,6 +169,7 @@ class PolicyCache(Cache):
         self.manager = None
         self.running = []
         self._prompts = []
+        self._ahead = None
         self._left = {}
         self._padding = set()
         self._failed = False
@@ -186,7 +189,8 @@ class PolicyCache(Cache):
         """A forward pass begins.
 
         Args:
-            inputs: the arguments of the model: `input_ids` [B, n] or `inputs_embeds` [B, n, d], `attention_mask`.
+            inputs: the arguments of the model: `input_ids` [B, n] or `inputs_embeds` [B, n, d], `attention_mask`,
+                `position_ids`.
 
         Raises:
             UsageError: this use of a cache is not supported.
@@ -199,19 +203,32 @@ class PolicyCache(Cache):
         ids = inputs.get("input_ids")
         fed: Any = inputs.get("inputs_embeds") if ids is None else ids
         batch, self._columns = fed.shape[:2]
+        positions = inputs.get("position_ids")
         if self.manager is None:
-            return self._read_prompts(ids, inputs.get("attention_mask"), batch)
+            begun = self._read_prompts(ids, inputs.get("attention_mask"), batch)
+            if positions is not None:
+                last = _last_of(positions, batch).tolist()
+                self._ahead = [at + 1 - count for at, count in zip(last, self._prompts, strict=True)]
+            return begun
         if self._columns != 1:
-            raise UsageError(
-                f"The cache holds {self.get_seq_length():,} tokens and is given {self._columns:,} more at once: "
-                "prompts are read in one pass, without prefill_chunk_size, and tokens one by one, without "
-                f"use_cache=False; {AGAIN}."
-            )
+            self._refuse_several(positions)
         if batch != len(self._prompts):
             raise UsageError(
                 f"The cache holds {counted(len(self._prompts), 'sequence')} and is given {batch}: {AGAIN}."
             )
-        return self._feed(ids)
+        return self._feed(ids, positions)
+
+    def _refuse_several(self, positions: Tensor | None) -> NoReturn:
+        """UsageError: a later pass has another number of tokens than one. positions: [B or 1, n]; None: not known."""
+        held = self.get_seq_length()
+        if positions is not None and positions.numel():
+            text = int(positions.max()) + 1  # tokens of the longest one
+            if text <= held:
+                raise UsageError(f"The cache holds {held:,} tokens, and this call's text has {text:,}: {AGAIN}.")
+        raise UsageError(
+            f"The cache holds {held:,} tokens and is given {self._columns:,} more at once: prompts are read in one "
+            f"pass, without prefill_chunk_size, and tokens one by one, without use_cache=False; {AGAIN}."
+        )
 
     @torch.inference_mode()
     @explaining()
@@ -317,14 +334,18 @@ class PolicyCache(Cache):
 
     # -- generated tokens
 
-    def _feed(self, ids: Tensor | None) -> Pass:
-        """A later pass, with one token of each row. ids: [B, 1]."""
+    def _feed(self, ids: Tensor | None, positions: Tensor | None) -> Pass:
+        """A later pass, with one token of each row. ids: [B, 1]; positions: [B or 1, 1]; None: they are not known."""
         assert self.manager is not None
         if ids is None:
             raise UsageError(
                 "Generated tokens are given as inputs_embeds, and the cache reads input_ids: give these."
             )
-        tokens: list[int] = ids[:, 0].tolist()
+        if positions is None or self._ahead is None:
+            tokens: list[int] = ids[:, 0].tolist()
+        else:  # one copy from the device
+            tokens, at = torch.stack((ids[:, 0], _last_of(positions, len(ids)))).tolist()
+            self._refuse_another_text(at)
         for row in range(len(tokens)):
             if row not in self.running:
                 self._refuse_living(row, tokens[row])
@@ -349,6 +370,22 @@ class PolicyCache(Cache):
         if len(fed) < len(tokens):
             place = torch.tensor(self.running, device=self.known.device)
         return Pass(self.manager, len(tokens), 1, place)
+
+    def _refuse_another_text(self, positions: Sequence[int]) -> None:
+        """UsageError: the next token of a row does not stand behind those that the cache has read.
+
+        generate gives a model the tokens alone that the cache does not hold. So this is how another text is noticed.
+        """
+        assert self.manager is not None
+        assert self._ahead is not None
+        for row in self.running:
+            length = self.manager.length(row)
+            text = positions[row] - self._ahead[row]
+            if text != length:
+                raise UsageError(
+                    f"The cache holds {length:,} tokens of sequence {row}, and this call's text goes on behind "
+                    f"{text:,}, so it is another text: {AGAIN}."
+                )
 
     def _leave(self, row: int) -> None:
         """A sequence has ended: free its memory."""
@@ -386,6 +423,11 @@ class PolicyCache(Cache):
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise UsageError(f"{what} takes tokens back, and evicted tokens do not come back: call generate with {instead}.")
+
+
+def _last_of(positions: Tensor, batch: int) -> Tensor:
+    """The position of the newest token of every row: int64 [B]. positions: [B or 1, n]."""
+    return positions[:, -1].expand(batch)
 
 
 def _places(counts: Sequence[int], columns: int, device: torch.device) -> Tensor:
