@@ -829,6 +829,21 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         hf.cache(dynamic, "streaming_llm:budget=9,sink=3,rerotate=true")
 
 
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification", "Qwen3Model"])
+def test_models_that_cannot_generate_are_refused(name: str) -> None:
+    kind = "LlamaForCausalLM" if name.startswith("Llama") else "Qwen3ForCausalLM"
+    model = getattr(transformers, name)(small_model(kind).config)
+    with pytest.raises(UsageError) as refused:
+        hf.cache(model, "full")
+    said = f"The model is {name}, which cannot generate: load it with AutoModelForCausalLM."
+    assert str(refused.value) == said
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with pytest.raises(UsageError, match="The model is on the device meta, where weights have no numbers: load them"):
+        hf.cache(small_model().to("meta"), "full")
+
+
 @pytest.mark.parametrize("name", ORACLES)
 def test_oracles_are_refused_before_anything_else_is_asked_of_them(name: str, tiny: Any) -> None:
     """With and without a budget, a tokenizer and a calibration; in a stack; and as objects."""

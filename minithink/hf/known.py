@@ -152,7 +152,8 @@ def config_of(decoder: Any) -> ModelConfig:
 
 
 def _refuse_others(model: Any) -> None:
-    """UsageError: the model is of another kind, has sliding layers, or lies on several devices."""
+    """UsageError: the model is of another kind, cannot generate, has sliding layers, or lies on several devices or on
+    none."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind not in KINDS:
@@ -160,12 +161,21 @@ def _refuse_others(model: Any) -> None:
             f"The model is {type(model).__name__} of type {quoted(kind)}: caches are for models of transformers of "
             f"the types {', '.join(KINDS)}."
         )
+    if getattr(model, "generation_config", None) is None:
+        raise UsageError(
+            f"The model is {type(model).__name__}, which cannot generate: load it with AutoModelForCausalLM."
+        )
     layers = getattr(config, "layer_types", None) or []
     others = sorted(set(layers) - {"full_attention"})
     if others or getattr(config, "use_sliding_window", False):
         named = others[0] if others else "sliding_attention"
         raise UsageError(f"The model has layers of {named}, and caches are for full attention: give another model.")
     devices = sorted({str(p.device) for p in model.parameters()})
+    if devices == ["meta"]:
+        raise UsageError(
+            "The model is on the device meta, where weights have no numbers: load them, as with "
+            'AutoModelForCausalLM.from_pretrained(…, device_map="cpu").'
+        )
     if len(devices) > 1:
         named = ", ".join(devices)
         real = [device for device in devices if device != "meta"]  # where weights are that are not offloaded
