@@ -745,6 +745,48 @@ def test_other_tags_of_the_thinking_may_be_named() -> None:
         hf.cache(model, "crystal_kv:budget=20", think_tags=("a", "b"))
 
 
+class Drawing(transformers.LogitsProcessor):
+    """Draws one token in every row and step."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.token] = scores.max() + 1
+        return scores
+
+
+@pytest.mark.parametrize("policy", ["crystal_kv:budget=20", "window:budget=20"])
+def test_texts_that_never_open_their_thinking_are_said(policy: str) -> None:
+    """Under a policy that evicts only while the model thinks, as in minithink's own reports."""
+    tokenizer = Tokenizer.from_folder(TINY)
+    opens, closes = tokenizer.think_ids
+    assert opens is not None
+    assert closes is not None
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    inside = [11, 12, opens]
+    outside = [11, 12, 13]
+
+    def said(prompts: Sequence[list[int]], draws: int, **options: Any) -> str:
+        cache = hf.cache(model, policy, tokenizer=tokenizer, **options)
+        plain_generate(model, padded(prompts), 6, logits_processor=[Drawing(draws)], **{CACHE: cache})
+        return str(cache.report())
+
+    name, _, _ = policy.partition(":")
+    never = (
+        f"2 of 3 texts never opened <think>, so {name} counts all of each as thinking, and its budget holds for "
+        "the answer, too; think_tags names other tags."
+    )
+    cares = name == "crystal_kv"
+    assert (never in said([outside, inside, outside], 14)) == cares
+    one = said([outside], 14, think_tags=("<|user|>", "<|end|>")).splitlines()[-1]
+    assert one.startswith(f"The text never opened <|user|>, so {name} counts all of it as thinking") == cares
+    for tag in (opens, closes):
+        assert "never opened" not in said([outside, inside], tag)
+    assert "never opened" not in said([inside], 14)
+
+
 def test_embeddings_are_enough_where_no_text_is_read() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (9, 9), 2))

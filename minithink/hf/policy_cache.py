@@ -37,6 +37,7 @@ from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
 from minithink.model import Rope, Rotated
+from minithink.text.tags import THINK
 from minithink.text.thinking import Stage
 
 AGAIN = "make a new cache for every call of generate, or call reset() between them"
@@ -130,6 +131,7 @@ class PolicyCache(Cache):
         self._prompts: list[int] = []  # tokens of each row's prompt
         # How far each row's positions are ahead of its tokens; None: the model is given no positions.
         self._ahead: list[int] | None = None
+        self._unopened: set[int] = set()  # rows whose texts have not opened their thinking yet
         self._left: dict[int, SequenceReport] = {}  # rows that have left
         self._padding: set[int] = set()  # tokens that may come behind an end token
         self._columns = 0  # of the pass that is under way
@@ -161,8 +163,10 @@ class PolicyCache(Cache):
             if row in self._left:
                 sequences.append(self._left[row])
             elif self.manager is not None:
-                sequences.append(report_of(self.manager, row, prompt))
-        return summed(self.policy, sequences)
+                opened = row not in self._unopened
+                sequences.append(report_of(self.manager, row, prompt, opened=opened))
+        tokenizer = self.known.tokenizer
+        return summed(self.policy, sequences, THINK if tokenizer is None else tokenizer.tags)
 
     def reset(self) -> None:
         """Forget all sequences, so that the cache can be used for another call of generate."""
@@ -170,6 +174,7 @@ class PolicyCache(Cache):
         self.running = []
         self._prompts = []
         self._ahead = None
+        self._unopened = set()
         self._left = {}
         self._padding = set()
         self._failed = False
@@ -262,9 +267,13 @@ class PolicyCache(Cache):
         manager = self._make_manager(batch, longest)
         if ids is None and (manager.listening or self.policy.exempt_answer):
             raise UsageError(f"{name_of(self.policy)} reads the text, and inputs_embeds have none: give input_ids.")
+        tags_are_known = None not in self._think_ids()
+        self._unopened = set()
         for row, count in enumerate(counts):
             thinking = self._begins_thinking(texts[row] if texts else [])
             manager.join(row, self.max_length, count, thinking)
+            if tags_are_known and not thinking:
+                self._unopened.add(row)
         tokens = [token for text in texts for token in text]
         manager.begin_step(range(batch), counts, tokens or None)
         self.manager = manager
@@ -364,6 +373,8 @@ class PolicyCache(Cache):
                     f"Sequence {row} has {length:,} tokens and may have {self.max_length:,}: give minithink.hf.cache "
                     "a larger max_length."
                 )
+        tags = self._think_ids()
+        self._unopened -= {row for row in self.running if tokens[row] in tags}
         fed = [tokens[row] for row in self.running]
         self.manager.begin_step(self.running, [1] * len(fed), fed)
         place = None
@@ -390,7 +401,8 @@ class PolicyCache(Cache):
     def _leave(self, row: int) -> None:
         """A sequence has ended: free its memory."""
         assert self.manager is not None
-        self._left[row] = report_of(self.manager, row, self._prompts[row], ended=True)
+        opened = row not in self._unopened
+        self._left[row] = report_of(self.manager, row, self._prompts[row], opened=opened, ended=True)
         self.manager.leave(row)
         self.running.remove(row)
 
