@@ -637,10 +637,16 @@ def test_the_model_may_be_called_without_generate() -> None:
     assert torch.stack(tokens, 1).tolist() == want
 
 
-def test_bfloat16_logits_are_as_near_as_rounding_allows() -> None:
-    """The same tokens are fed to both. Their attention rounds in different places, by up to 2⁻⁸ of a number."""
-    model = small_model().to(torch.bfloat16)
-    exact = small_model()
+@pytest.mark.parametrize("policy", ["rkv:budget=400", "streaming_llm:budget=16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logits_are_as_near_as_rounding_allows(architecture: str, policy: str) -> None:
+    """The same tokens are fed to both. Their attention rounds in different places, by up to 2⁻⁸ of a number.
+
+    The first budget never binds, the second one does. It keeps tokens by their positions, so that both number types
+    keep the same ones. A policy with scores may keep others, because it scores other numbers.
+    """
+    model = small_model(architecture).to(torch.bfloat16)
+    exact = small_model(architecture)
     inputs = padded(prompts_of(61, LENGTHS, 2))
     text = model.generate(**inputs, max_new_tokens=30, do_sample=False)
 
@@ -660,8 +666,12 @@ def test_bfloat16_logits_are_as_near_as_rounding_allows() -> None:
 
     want = logits(exact, transformers.DynamicCache())
     plain = (logits(model, transformers.DynamicCache()) - want).abs().max()
-    ours = (logits(model, hf.cache(model, "rkv:budget=400")) - want).abs().max()
+    cache = hf.cache(model, policy)
+    want = logits(exact, hf.cache(exact, policy))
+    ours = (logits(model, cache) - want).abs().max()
     assert ours < 2 * plain
+    binds = "streaming_llm" in policy
+    assert [s.bound for s in cache.report().sequences] == [(binds,)] * len(LENGTHS)
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
