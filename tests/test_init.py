@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 
 import minithink
 from minithink.results.origin import ROOT
@@ -17,6 +22,43 @@ def test_the_version_has_one_place() -> None:
 
 
 def test_the_public_names() -> None:
-    assert minithink.__all__ == ["Engine", "__version__", "load"]
+    assert minithink.__all__ == ["Engine", "__version__", "hf", "load"]
     for name in minithink.__all__:
         assert getattr(minithink, name).__doc__
+    with pytest.raises(AttributeError, match="module 'minithink' has no attribute 'nonsense'"):
+        _ = minithink.nonsense
+
+
+PROGRAM = """
+import minithink
+
+reveal_type(minithink.hf.cache)
+reveal_type(minithink.load)
+reveal_type(minithink.Engine.generate)
+reveal_type(minithink.__version__)
+minithink.nonsense
+"""
+
+
+def test_a_users_type_checker_sees_the_public_names(tmp_path: Path) -> None:
+    """And no others. Other modules are skipped, because reading those of torch takes long."""
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    modules = [ROOT / "minithink" / name for name in ("__init__.py", "engine.py", "hf/__init__.py")]
+    options = ("--config-file=", f"--cache-dir={tmp_path}", "--follow-imports=skip", "--ignore-missing-imports")
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", *options, program, *modules],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    said = [line for line in done.stdout.splitlines() if "program.py:" in line]
+    revealed = [line.partition("Revealed type is ")[2] for line in said if "Revealed type" in line]
+    assert len(revealed) == 4, done.stdout + done.stderr
+    for text in revealed:
+        assert text != '"Any"'
+    assert "max_length: " in revealed[0]
+    assert "-> minithink.engine.Engine" in revealed[1]
+    [error] = [line for line in said if "error: " in line]
+    assert 'Module has no attribute "nonsense"' in error
