@@ -21,6 +21,14 @@ def test_the_version_has_one_place() -> None:
     assert f"\nversion: {minithink.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+def test_a_wheel_has_every_package_but_bench() -> None:
+    folders = [path.parent.relative_to(ROOT) for path in (ROOT / "minithink").rglob("__init__.py")]
+    names = {".".join(folder.parts) for folder in folders}
+    wanted = {name for name in names if not name.startswith("minithink.bench")} | {"minithink.kernels"}
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert set(project["tool"]["setuptools"]["packages"]) == wanted
+
+
 def test_the_public_names() -> None:
     assert minithink.__all__ == ["Engine", "__version__", "hf", "load"]
     for name in minithink.__all__:
