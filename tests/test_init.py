@@ -21,6 +21,25 @@ def test_the_version_has_one_place() -> None:
     assert f"\nversion: {minithink.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
+def test_the_newest_version_heads_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    [newest, *_] = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert re.match(rf"{re.escape(minithink.__version__)}(, |$)", newest)
+
+
+def test_an_address_has_one_place() -> None:
+    """[project.urls] of pyproject.toml, which is not set yet. No page, badge or citation has another one."""
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    address = project.get("urls", {}).get("Repository")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^(?:repository-code|url): *(\S+)", citation, re.MULTILINE) == ([address] if address else [])
+    for page in (ROOT / "README.md", *(ROOT / "tutorials").glob("*.md"), *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for found in re.findall(r"https?://\S*(?:shields\.io|colab\.research|readthedocs|minithink)\S*", text):
+            assert address, f"{page.name} has the address {found}"
+            assert address.rpartition("//")[2] in found
+
+
 def test_a_wheel_has_every_package_but_bench() -> None:
     folders = [path.parent.relative_to(ROOT) for path in (ROOT / "minithink").rglob("__init__.py")]
     names = {".".join(folder.parts) for folder in folders}
