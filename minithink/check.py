@@ -6,7 +6,8 @@ Such a sentence is a law. A policy can break one and still look good in every ru
 a text of the model token by token, in several caches, alone and beside other texts. What it keeps is compared after
 every step. So a fault has a step and a lane: what one KV head of one layer holds of one sequence.
 
-    budgets     a lane never holds more tokens than budget, slack and schedule allow
+    budgets     a lane never holds more tokens than budget, slack and schedule allow, and never none at all
+    scores      a score that the policy gives is a number
     memory      each byte has a name in the ledger, and all of it is free again when the sequences have left
     protection  a protected prompt stays (tried where the policy has the option `protect_prompt`)
     rows        nothing of the sequence that had a row before is left when another takes it
@@ -36,13 +37,14 @@ from minithink.errors import MinithinkError, UsageError, counted, escaped
 from minithink.kv.checks import lane_name
 from minithink.kv.contract import Policy, name_of
 from minithink.kv.manager import KVManager
-from minithink.kv.plain import PlainCache
+from minithink.kv.plain import PlainCache, PlainStep
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import check_budget
 from minithink.kv.stack import can_only_evict, members
 from minithink.model import Rope
 from minithink.policies import load as load_policy
 from minithink.policies import read as read_policy
+from minithink.policies.scored import Scored
 from minithink.tasks import load_problems
 
 PROGRAM = "minithink.check"
@@ -74,6 +76,38 @@ class Moment:
         return [[position for position in lane if position >= 0] for lane in flat]
 
 
+class Scoring(PlainCache):
+    """A plain cache that looks at the scores which its policy gives."""
+
+    scored = 0  # how often it gave some
+    fault = ""  # what was wrong with them first
+
+
+class ScoringStep(PlainStep):
+    """A step whose scores are looked at."""
+
+    cache: Scoring
+    wants_scores = True
+
+    def note(self, score: Tensor, where: Tensor | None = None) -> None:
+        """Look for NaN among the scores, [Lt, 1, Ht, S], of the tokens of `where`; None: of all that are held."""
+        self.cache.scored += 1
+        counts = self.pos() >= 0 if where is None else where
+        wrong = (score.isnan() & counts).nonzero()
+        if len(wrong) and not self.cache.fault:
+            layer, _, head, column = wrong[0].tolist()
+            at = int(self.pos()[layer, 0, head, column])
+            tables, _, heads, _ = counts.shape
+            lane = lane_name(layer * heads + head, tables, heads)
+            self.cache.fault = (
+                f"at {said_of(int(self.clock))}, {lane}: the score of the token at position {at} is NaN (in all "
+                f"lanes: {len(wrong):,} of them), and which of these tokens stay is chance"
+            )
+
+
+Scoring.shown = ScoringStep
+
+
 class Trial:
     """A policy, a model and a text, in as many caches as the laws need."""
 
@@ -96,7 +130,12 @@ class Trial:
 
     @explaining()
     def cache(self, kind: str, rows: int = 1, columns: int | None = None) -> Cache:
-        """An empty cache under a new copy of the policy. kind: plain or paged; columns: as in `KVManager`."""
+        """An empty cache under a new copy of the policy.
+
+        Args:
+            kind: plain, paged, or scoring: a plain one that looks at scores.
+            columns: as in `KVManager`.
+        """
         loaded = self.engine.loaded
         policy = self.engine.bind(copy.deepcopy(self.policy))
         options: dict[str, Any] = {
@@ -107,6 +146,11 @@ class Trial:
             "dtype": loaded.dtype,
             "backend": loaded.decoder.backend,
         }
+        if kind == "scoring":
+            for member in members(policy):
+                if isinstance(member, Scored) and not member.traced:
+                    member.traced = "candidates"  # type: ignore[misc]  # lots and positions are looked at here, too
+            return Scoring(loaded.config, loaded.rope, policy, **options)
         if kind == "plain":
             return PlainCache(loaded.config, loaded.rope, policy, **options)
         return KVManager(loaded.config, loaded.rope, policy, columns=columns, **options)
@@ -231,11 +275,30 @@ class Others:
 def budgets(trial: Trial) -> str:
     """The managers check this law while they run (`kv.checks.within_limit`)."""
     most = 0
-    for moment in trial.alone(trial.cache("plain")):
-        most = max(most, *map(len, moment.lanes()))
+    for step, moment in enumerate(trial.alone(trial.cache("plain"))):
+        held = [len(lane) for lane in moment.lanes()]
+        if min(held) == 0:
+            where = place_of(moment, held.index(0))
+            raise Fault(
+                f"at {said_of(step)}, {where}: no token is held any more, so the next one sees itself alone; "
+                "`decide` must not evict all"
+            )
+        most = max(most, *held)
     if trial.policy.limit is None:
         return f"the policy says no limit; a lane holds up to {most:,} of {trial.tokens:,} tokens"
     return f"a lane holds up to {most:,} of {trial.tokens:,} tokens, and may hold {trial.policy.limit:,}"
+
+
+def scores(trial: Trial) -> str:
+    """NaN is neither larger nor smaller than a number, so a choice by it means nothing."""
+    cache = trial.cache("scoring")
+    assert isinstance(cache, Scoring)
+    for _ in trial.alone(cache):
+        if cache.fault:
+            raise Fault(cache.fault)
+    if not cache.scored:
+        raise Skip("the policy gave no scores: `score` was never called, or `step.note` is not told")
+    return f"all are numbers in the {counted(cache.scored, 'step')} with scores"
 
 
 def memory(trial: Trial) -> str:
@@ -312,7 +375,7 @@ def managers(trial: Trial) -> str:
     return "the plain manager and the paged one keep the same tokens and give the same logits"
 
 
-LAWS: tuple[Callable[[Trial], str], ...] = (budgets, memory, protection, rows, batches, managers)
+LAWS: tuple[Callable[[Trial], str], ...] = (budgets, scores, memory, protection, rows, batches, managers)
 
 
 # -- what they share

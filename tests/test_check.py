@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from minithink.check import main
 from tests.own_policies import unloaded
+
+torch.set_num_threads(1)
 
 SOURCE = """
 from dataclasses import dataclass
@@ -102,6 +105,19 @@ class Numbered(Good):
 
 
 @dataclass
+class Greedy(Good):
+    def decide(self, step):
+        if int(step.clock[0]) == 3:
+            yield Evict(step.pos() >= 0)
+
+
+@dataclass
+class Undefined(Good):
+    def score(self, step, layer, choice):
+        return torch.where(step.pos(layer) == 5, torch.nan, super().score(step, layer, choice))
+
+
+@dataclass
 class Crash(Good):
     def score(self, step, layer, choice):
         raise IndexError("oops")
@@ -128,7 +144,7 @@ def test_all_laws_hold_for_a_good_policy(capsys: pytest.CaptureFixture[str]) -> 
     lines = said.splitlines()
     assert lines[0] == "mine.py:Good: a prompt of 24 tokens and a text of 24 tokens"
     assert [line.split()[:2] for line in lines[1:-1]] == [
-        [law, "holds:"] for law in ("budgets", "memory", "protection", "rows", "batches", "managers")
+        [law, "holds:"] for law in ("budgets", "scores", "memory", "protection", "rows", "batches", "managers")
     ]
     assert "a lane holds up to 30 of 48 tokens, and may hold 30" in said
     assert lines[-1] == "all laws hold"
@@ -144,6 +160,16 @@ def test_all_laws_hold_for_a_good_policy(capsys: pytest.CaptureFixture[str]) -> 
         ("Forgetless", "rows", ": the token at position "),
         ("Leaky", "batches", " is held beside two"),
         ("Numbered", "managers", "on the paged one"),
+        (
+            "Greedy",
+            "budgets",
+            "at step 3, layer 0, KV head 0: no token is held any more, so the next one sees itself",
+        ),
+        (
+            "Undefined",
+            "scores",
+            "at step 7, layer 0, KV head 0: the score of the token at position 5 is NaN (in",
+        ),
         ("Crash", "budgets", "at step 7: The policy Crash fails in `score` (mine.py, line "),
     ],
 )
@@ -153,6 +179,11 @@ def test_what_fails_is_said_in_words(capsys: pytest.CaptureFixture[str], name: s
     [line] = [line for line in said.splitlines() if line.startswith(f"{law} ") and "fails" in line]
     assert line.startswith(f"{law:10} fails: at "), said
     assert fault in line
+
+
+def test_a_policy_without_scores_has_none_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quant:fmt=int8", "--tokens", "3"]) == 0
+    assert "scores     is not tried: the policy gave no scores" in capsys.readouterr().out
 
 
 def test_a_run_without_an_eviction_says_so(capsys: pytest.CaptureFixture[str]) -> None:
