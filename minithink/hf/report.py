@@ -126,7 +126,7 @@ def summed(policy: Policy, sequences: Sequence[SequenceReport], tags: Tags) -> R
     caution = ""
     if policy.exempt_answer and policy.budget is not None:
         never = sum(s.tokens > s.prompt and not s.opened for s in sequences)
-        caution = never_opened(name_of(policy), never, len(sequences), tags, option="think_tags")
+        caution = never_opened(name_of(policy), never, len(sequences), tags)
     if caution:
-        caution = f"{caution[0].upper()}{caution[1:]}."
+        caution = f"{caution[0].upper()}{caution[1:]}.".replace("--think-tags", "think_tags")  # an argument here
     return Report(tuple(sequences), tuple(budgets), caution)

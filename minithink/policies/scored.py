@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError, quoted
-from minithink.kv.contract import Edit, Evict, Policy, Step, name_of
+from minithink.kv.contract import Edit, Evict, Policy, Step
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Scored(Policy):
         Returns:
             float [B, Hkv, S].
         """
-        raise UsageError(f"The policy {name_of(self)} has no method `score(self, step, layer, choice)`: write one.")
+        raise UsageError(f"The policy {self.name} has no method `score(self, step, layer, choice)`: write one.")
 
     def scores(self, step: Step, choice: Choice) -> Tensor:
         """The scores of all layers: float [Lt, B, Ht, S]. A policy whose layers or heads keep the same tokens says
@@ -122,8 +122,8 @@ class Scored(Policy):
         if isinstance(scores, Tensor):
             what = f"a {str(scores.dtype).removeprefix('torch.')} tensor of the shape {list(scores.shape)}"
         raise UsageError(
-            f"The policy {name_of(self)} gives {what} in `{method}`: it must give a float tensor of the shape "
-            f"{form}, here {list(candidates.shape)}."
+            f"The policy {self.name} gives {what} in `{method}`: it must give a float tensor of the shape {form}, "
+            f"here {list(candidates.shape)}."
         )
 
     def choice(self, step: Step, due: Tensor) -> Choice:

@@ -68,7 +68,7 @@ def split_thinking(text: str, inside: bool, tags: Tags = THINK) -> tuple[str, st
     return thinking.removeprefix(tags.open).strip(), (before + after).strip()
 
 
-def never_opened(policy: str, never: int, total: int, tags: Tags, option: str = "--think-tags") -> str:
+def never_opened(policy: str, never: int, total: int, tags: Tags) -> str:
     """What to say of a policy that evicts only while the model thinks, if texts never opened the thinking; "": each
     of them did.
 
@@ -76,7 +76,6 @@ def never_opened(policy: str, never: int, total: int, tags: Tags, option: str = 
         policy: its name.
         never: how many texts did not, of `total`.
         tags: between which the model is taken to think.
-        option: what names other tags.
     """
     if not never:
         return ""
@@ -84,4 +83,4 @@ def never_opened(policy: str, never: int, total: int, tags: Tags, option: str = 
         who = f"the text never opened {tags.open}, so {policy} counts all of it"
     else:
         who = f"{never:,} of {total:,} texts never opened {tags.open}, so {policy} counts all of each"
-    return f"{who} as thinking, and its budget holds for the answer, too; {option} names other tags"
+    return f"{who} as thinking, and its budget holds for the answer, too; --think-tags names other tags"
