@@ -22,18 +22,19 @@ if not _os.path.isdir(_os.path.join(_here, "kernels")):
         kernels = _module_from_spec(_spec)
         _sys.modules["minithink.kernels"] = kernels
 
+__all__ = ["Engine", "__version__", "hf", "load"]
+
 if TYPE_CHECKING:
+    from minithink import hf as hf
     from minithink.engine import Engine, load
+else:  # a type checker that saw this function would take every name for one of this module
 
-__all__ = ["Engine", "__version__", "load"]
+    def __getattr__(name: str) -> Any:
+        # Lazy, so that `import minithink` does not import torch and `python -m minithink.generate` warns of nothing.
+        if name in ("load", "Engine"):
+            from minithink import engine
 
-
-def __getattr__(name: str) -> Any:
-    # Lazy, so that `import minithink` does not import torch and `python -m minithink.generate` warns of nothing.
-    if name in ("load", "Engine"):
-        from minithink import engine
-
-        return getattr(engine, name)
-    if name == "hf":  # so that `minithink.hf.cache` needs no other import
-        return _import_module("minithink.hf")
-    raise AttributeError(f"module 'minithink' has no attribute {name!r}")
+            return getattr(engine, name)
+        if name == "hf":  # so that `minithink.hf.cache` needs no other import
+            return _import_module("minithink.hf")
+        raise AttributeError(f"module 'minithink' has no attribute {name!r}")

@@ -6,7 +6,8 @@ Such a sentence is a law. A policy can break one and still look good in every ru
 a text of the model token by token, in several caches, alone and beside other texts. What it keeps is compared after
 every step. So a fault has a step and a lane: what one KV head of one layer holds of one sequence.
 
-    budgets     a lane never holds more tokens than budget, slack and schedule allow
+    budgets     a lane never holds more tokens than budget, slack and schedule allow, and never none at all
+    scores      a score that the policy gives is a number
     memory      each byte has a name in the ledger, and all of it is free again when the sequences have left
     protection  a protected prompt stays (tried where the policy has the option `protect_prompt`)
     rows        nothing of the sequence that had a row before is left when another takes it
@@ -34,15 +35,16 @@ from minithink.config import ModelConfig
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError, counted, escaped
 from minithink.kv.checks import lane_name
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.manager import KVManager
-from minithink.kv.plain import PlainCache
+from minithink.kv.plain import PlainCache, PlainStep
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import check_budget
-from minithink.kv.stack import members
+from minithink.kv.stack import can_only_evict, members
 from minithink.model import Rope
 from minithink.policies import load as load_policy
 from minithink.policies import read as read_policy
+from minithink.policies.scored import Scored
 from minithink.tasks import load_problems
 
 PROGRAM = "minithink.check"
@@ -74,6 +76,38 @@ class Moment:
         return [[position for position in lane if position >= 0] for lane in flat]
 
 
+class Scoring(PlainCache):
+    """A plain cache that looks at the scores which its policy gives."""
+
+    scored = 0  # how often it gave some
+    fault = ""  # what was wrong with them first
+
+
+class ScoringStep(PlainStep):
+    """A step whose scores are looked at."""
+
+    cache: Scoring
+    wants_scores = True
+
+    def note(self, score: Tensor, where: Tensor | None = None) -> None:
+        """Look for NaN among the scores, [Lt, 1, Ht, S], of the tokens of `where`; None: of all that are held."""
+        self.cache.scored += 1
+        counts = self.pos() >= 0 if where is None else where
+        wrong = (score.isnan() & counts).nonzero()
+        if len(wrong) and not self.cache.fault:
+            layer, _, head, column = wrong[0].tolist()
+            at = int(self.pos()[layer, 0, head, column])
+            tables, _, heads, _ = counts.shape
+            lane = lane_name(layer * heads + head, tables, heads)
+            self.cache.fault = (
+                f"at {said_of(int(self.clock))}, {lane}: the score of the token at position {at} is NaN (in all "
+                f"lanes: {len(wrong):,} of them), and which of these tokens stay is chance"
+            )
+
+
+Scoring.shown = ScoringStep
+
+
 class Trial:
     """A policy, a model and a text, in as many caches as the laws need."""
 
@@ -96,7 +130,12 @@ class Trial:
 
     @explaining()
     def cache(self, kind: str, rows: int = 1, columns: int | None = None) -> Cache:
-        """An empty cache under a new copy of the policy. kind: plain or paged; columns: as in `KVManager`."""
+        """An empty cache under a new copy of the policy.
+
+        Args:
+            kind: plain, paged, or scoring: a plain one that looks at scores.
+            columns: as in `KVManager`.
+        """
         loaded = self.engine.loaded
         policy = self.engine.bind(copy.deepcopy(self.policy))
         options: dict[str, Any] = {
@@ -107,6 +146,11 @@ class Trial:
             "dtype": loaded.dtype,
             "backend": loaded.decoder.backend,
         }
+        if kind == "scoring":
+            for member in members(policy):
+                if isinstance(member, Scored) and not member.traced:
+                    member.traced = "candidates"  # type: ignore[misc]  # lots and positions are looked at here, too
+            return Scoring(loaded.config, loaded.rope, policy, **options)
         if kind == "plain":
             return PlainCache(loaded.config, loaded.rope, policy, **options)
         return KVManager(loaded.config, loaded.rope, policy, columns=columns, **options)
@@ -231,11 +275,30 @@ class Others:
 def budgets(trial: Trial) -> str:
     """The managers check this law while they run (`kv.checks.within_limit`)."""
     most = 0
-    for moment in trial.alone(trial.cache("plain")):
-        most = max(most, *map(len, moment.lanes()))
+    for step, moment in enumerate(trial.alone(trial.cache("plain"))):
+        held = [len(lane) for lane in moment.lanes()]
+        if min(held) == 0:
+            where = place_of(moment, held.index(0))
+            raise Fault(
+                f"at {said_of(step)}, {where}: no token is held any more, so the next one sees itself alone; "
+                "`decide` must not evict all"
+            )
+        most = max(most, *held)
     if trial.policy.limit is None:
         return f"the policy says no limit; a lane holds up to {most:,} of {trial.tokens:,} tokens"
     return f"a lane holds up to {most:,} of {trial.tokens:,} tokens, and may hold {trial.policy.limit:,}"
+
+
+def scores(trial: Trial) -> str:
+    """NaN is neither larger nor smaller than a number, so a choice by it means nothing."""
+    cache = trial.cache("scoring")
+    assert isinstance(cache, Scoring)
+    for _ in trial.alone(cache):
+        if cache.fault:
+            raise Fault(cache.fault)
+    if not cache.scored:
+        raise Skip("the policy gave no scores: `score` was never called, or `step.note` is not told")
+    return f"all are numbers in the {counted(cache.scored, 'step')} with scores"
 
 
 def memory(trial: Trial) -> str:
@@ -267,7 +330,7 @@ def protection(trial: Trial) -> str:
         for lane, held in enumerate(moment.lanes()):
             lost = sorted(set(range(prompt)) - set(held))
             if lost:
-                where = name_of(moment, lane)
+                where = place_of(moment, lane)
                 raise Fault(
                     f"at {said_of(step)}, {where}: the prompt's token at position {lost[0]} is gone, and the prompt "
                     "is protected; `even_protected` is for policies that compress prompts, which say a `cap`"
@@ -312,7 +375,7 @@ def managers(trial: Trial) -> str:
     return "the plain manager and the paged one keep the same tokens and give the same logits"
 
 
-LAWS: tuple[Callable[[Trial], str], ...] = (budgets, memory, protection, rows, batches, managers)
+LAWS: tuple[Callable[[Trial], str], ...] = (budgets, scores, memory, protection, rows, batches, managers)
 
 
 # -- what they share
@@ -342,10 +405,10 @@ def compare(
                 continue
             odd = sorted(set(mine) ^ set(yours))
             if not odd:
-                raise Fault(f"at {said_of(step)}, {name_of(a, lane)}: the same tokens are held in another order")
+                raise Fault(f"at {said_of(step)}, {place_of(a, lane)}: the same tokens are held in another order")
             keeps, lacks = (one, other) if odd[0] in mine else (other, one)
             raise Fault(
-                f"at {said_of(step)}, {name_of(a, lane)}: the token at position {odd[0]} is held {keeps} and not "
+                f"at {said_of(step)}, {place_of(a, lane)}: the token at position {odd[0]} is held {keeps} and not "
                 f"{lacks} ({len(odd):,} {'token differs' if len(odd) == 1 else 'tokens differ'}); {hint}"
             )
         if bits and not torch.equal(a.logits, b.logits):
@@ -386,7 +449,7 @@ def said_of(step: int) -> str:
     return "the end of the prompt" if step == 0 else f"step {step:,}"
 
 
-def name_of(moment: Moment, lane: int) -> str:
+def place_of(moment: Moment, lane: int) -> str:
     """A lane in words."""
     tables, heads, _ = moment.positions.shape
     return lane_name(lane, tables, heads)
@@ -400,7 +463,7 @@ def unnamed(policy: Policy) -> list[str]:
         for name, value in vars(member).items():
             held = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(value)}
             if held - named:
-                found.append(f"{member.name or type(member).__name__}.{name}")
+                found.append(f"{name_of(member)}.{name}")
     return found
 
 
@@ -499,8 +562,9 @@ def _run(argv: list[str] | None) -> int:
         budget = BUDGET
     policy = written.make(budget=budget)
     engine = load(args.model, device="cpu", dtype="float32", **model_options(args))
+    bound = engine.bind(copy.deepcopy(policy))
     check_budget(policy, PROMPT)
-    engine.try_out(engine.bind(copy.deepcopy(policy)))
+    engine.try_out(bound)
     trial = trial_of(engine, policy, args.tokens)
     length = counted(len(trial.text), "token")
     print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and a text of {length}")
@@ -508,8 +572,12 @@ def _run(argv: list[str] | None) -> int:
     for name, verdict, said in verdicts:
         print(f"{name:10} {verdict}: {escaped(said)}")
     failed = [name for name, verdict, _ in verdicts if verdict == "fails"]
-    if not failed and policy.limit is not None and not has_evicted(trial):
-        print("nothing was evicted, so that this says little: give a smaller --budget, or more --tokens")
+    should_evict = policy.limit is not None or can_only_evict(policy)
+    if not failed and should_evict and not has_evicted(trial):
+        advice = "give a smaller --budget, or more --tokens"
+        if policy.limit is None:
+            advice = "the policy has no budget, and its `decide` must yield an Evict for what it drops"
+        print(f"nothing was evicted, so that this says little: {advice}")
     print(f"{', '.join(failed)}: not as it must be" if failed else "all laws hold")
     return int(bool(failed))
 

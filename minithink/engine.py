@@ -28,8 +28,9 @@ from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, counted, quoted
 from minithink.generation import DRAWING, GenerationConfig
+from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
-from minithink.kv.contract import Policy, Shape
+from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import PoolSize, bytes_for
 from minithink.kv.plain import most_bytes
 from minithink.kv.policy_errors import explaining
@@ -534,7 +535,7 @@ class Engine:
             return self.bind(parse(policy, budget=size, schedule=schedule, tokens_of=self.loaded.tokens_of))
         if isinstance(policy, Policy):
             if budget is not None or schedule is not None:
-                raise UsageError(f"{policy.name} was given as an object: set its budget and schedule there.")
+                raise UsageError(f"{name_of(policy)} was given as an object: set its budget and schedule there.")
             return self.bind(copy.deepcopy(policy))
         if isinstance(policy, type) and issubclass(policy, Policy):
             name = policy.__name__
@@ -547,8 +548,10 @@ class Engine:
 
         Raises:
             MinithinkError: as in `calibration`.
-            UsageError: a number of the policy or its calibration makes no sense.
+            UsageError: what the policy declares, one of its numbers, or its calibration makes no sense.
         """
+        for member in members(policy):
+            checks.declared(member)
         c = self.config
         shape = Shape(
             layers=c.num_layers,
@@ -573,8 +576,8 @@ class Engine:
         if policy.exempt_answer and policy.budget is not None and None in (opens, closes):
             tags = " and ".join(self.tokenizer.tags)
             self.cautions.add(
-                f"{policy.name} evicts only while the model thinks, and the model has no tokens {tags}: every token "
-                "counts as thinking, the answer's too; --think-tags names other tags"
+                f"{name_of(policy)} evicts only while the model thinks, and the model has no tokens {tags}: every "
+                "token counts as thinking, the answer's too; --think-tags names other tags"
             )
         return policy
 
@@ -762,7 +765,7 @@ class Engine:
             fixes.append("fewer --max-new-tokens")
             if policy.budget is not None:
                 fixes.append("a smaller --budget")
-        under = "" if policy is None else f"under {policy.name}, "
+        under = "" if policy is None else f"under {name_of(policy)}, "
         raise MinithinkError(
             f"Out of memory: {under}{counted(at_once, 'sequence')} of up to {sizes[0]:,} "
             f"tokens may need {needed(at_once) / 2**20:,.0f} MiB and {free / 2**20:,.0f} MiB are free: use "

@@ -220,11 +220,18 @@ def _hint_at_threads(stream: Stream, interrupted: float) -> None:
 
 
 def _say_what_never_applied(args: argparse.Namespace, stream: Stream) -> None:
-    """Say if a budget was given and no token was evicted: then the texts are those of the full cache."""
+    """Say if the policy should evict and no token was evicted: then the texts are those of the full cache."""
     results = _begun(stream)
-    if stream.budget is None or not results or any(r.kv_evicted for r in results):
+    if not results or any(r.kv_evicted for r in results):
         return
     longest = max(r.prompt_tokens + r.generated_tokens for r in results)
+    if stream.budget is None:
+        if stream.can_only_evict:
+            _say(
+                f"nothing was evicted: {args.policy} has no budget, and its `decide` dropped none of up to "
+                f"{longest:,} tokens."
+            )
+        return
     thought = None
     if stream.exempts_answers:
         # A text that never opens the thinking counts as thinking.

@@ -31,13 +31,14 @@ from torch import Tensor
 from minithink.checkpoint.memory import is_out_of_memory
 from minithink.errors import NON_FINITE, MinithinkError, counted
 from minithink.kv.apart import Apart
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.full import FullCache
 from minithink.kv.ledger import Ledger, Told
 from minithink.kv.manager import KVManager, PoolSize
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
+from minithink.kv.stack import can_only_evict
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.reread import diagnosis
@@ -255,6 +256,11 @@ class Stream:
         return min(limits, default=None)
 
     @property
+    def can_only_evict(self) -> bool:
+        """Whether the policy has had no effect if it has evicted nothing."""
+        return self._policy is not None and can_only_evict(self._policy)
+
+    @property
     def exempts_answers(self) -> bool:
         """Whether the policy has a budget and evicts only while the model thinks."""
         return self._policy is not None and self.budget is not None and self._policy.exempt_answer
@@ -266,7 +272,7 @@ class Stream:
         if not found:
             return ""
         first = min(found, key=_number)
-        policy = self.cache.policy.name if isinstance(self.cache, (KVManager, PlainCache)) else ""
+        policy = name_of(self.cache.policy) if isinstance(self.cache, (KVManager, PlainCache)) else ""
         return diagnosis.sentence(self.loaded, first.prompt, first.tokens, policy)
 
     # -- the loop over steps

@@ -34,15 +34,20 @@ and those of a policy's file:
 
 The metadata of a file has one entry, `minithink`, a JSON object:
 
-    version     of this form and these numbers
+    version     of this form and these numbers; it stays the same if a field is added
     config      layers, query_heads, kv_heads, head_dim, hidden
     prompts     tokens of each prompt
     think_ids   the tokens that open and close the think stage; both prompts end with the first
     vocabulary  the texts of tokens
 
+in that of the inputs also
+
+    seeds       of torch's CPU generator, from which everything was drawn: of each sequence, predictor and centers
+
 and in a policy's file also
 
-    policy      as on a command line; `options` has all its options (of a stack, of each member)
+    policy      as on a command line; `options` has all its options (of a stack, of each member), the `seed` of those
+                that draw lots among them
     reads       which tensors of the inputs the policy reads
     formats     of the storage
 
@@ -85,6 +90,7 @@ PROMPTS = (7, 4)  # tokens
 CLOSES = 17  # the generated token that closes the think stage
 VOCABULARY = ("<think>", "</think>", " x", ".\n", " Wait", " y", "\n\n", " again", ",", " so", "?", " 7")
 OPEN, CLOSE = 0, 1
+SEEDS: dict[str, Any] = {"sequences": [10, 11], "predictor": 1, "centers": 2}
 NOT_HELD = 255
 
 # A small setting of each policy. Missing are policies that only steer (seal), and oracles, which need the future.
@@ -148,7 +154,7 @@ class Known:
     def __init__(self) -> None:
         self.config = config()
         self.vocabulary = [text.encode() for text in VOCABULARY]
-        draw = torch.Generator().manual_seed(1)
+        draw = torch.Generator().manual_seed(SEEDS["predictor"])
         d = self.config.hidden_size
         sizes = pairwise((d, 2 * d, d // 2, 1))
         self.predictor = [drawn((rows, columns), draw) / rows**0.5 for rows, columns in sizes]
@@ -156,7 +162,7 @@ class Known:
 
     def _drawn_centers(self) -> dict[str, Tensor]:
         """Where the queries of each head lie before RoPE, for TriAttention."""
-        draw = torch.Generator().manual_seed(2)
+        draw = torch.Generator().manual_seed(SEEDS["centers"])
         heads = (self.config.num_layers, self.config.num_heads)
         center = drawn((*heads, self.config.head_dim), draw)
         real, imaginary = center.chunk(2, dim=-1)
@@ -204,7 +210,7 @@ class Text:
 def text_of(number: int) -> Text:
     """Draw what is fed of a sequence."""
     shape = config()
-    draw = torch.Generator().manual_seed(10 + number)
+    draw = torch.Generator().manual_seed(SEEDS["sequences"][number])
     prompt = PROMPTS[number]
     n = prompt + STEPS
     tokens = torch.randint(2, len(VOCABULARY), (n,), generator=draw)
@@ -401,7 +407,7 @@ def inputs() -> tuple[dict[str, Tensor], dict[str, Any]]:
     known = Known()
     found |= {f"predictor.{j}": weight for j, weight in enumerate(known.predictor)}
     found |= {f"centers.{name}": tensor for name, tensor in known.centers.items()}
-    return found, about_all()
+    return found, about_all() | {"seeds": SEEDS}
 
 
 def vectors(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from minithink.check import main
 from tests.own_policies import unloaded
+
+torch.set_num_threads(1)
 
 SOURCE = """
 from dataclasses import dataclass
 
 import torch
 
-from minithink.kv.contract import Demand, Evict, See
+from minithink.kv.contract import Demand, Evict, Policy, See
 from minithink.policies.scored import Scored
 
 
@@ -68,6 +71,14 @@ class Lax(Good):
 
 
 @dataclass
+class Silent(Policy):
+    strength: int = 3
+
+    def decide(self, step):
+        return ()
+
+
+@dataclass
 class Cruel(Good):
     def decide(self, step):
         yield from super().decide(step)
@@ -91,6 +102,19 @@ class Hidden(Good):
 class Numbered(Good):
     def rows(self, step):
         return torch.arange(len(step.row))
+
+
+@dataclass
+class Greedy(Good):
+    def decide(self, step):
+        if int(step.clock[0]) == 3:
+            yield Evict(step.pos() >= 0)
+
+
+@dataclass
+class Undefined(Good):
+    def score(self, step, layer, choice):
+        return torch.where(step.pos(layer) == 5, torch.nan, super().score(step, layer, choice))
 
 
 @dataclass
@@ -120,7 +144,7 @@ def test_all_laws_hold_for_a_good_policy(capsys: pytest.CaptureFixture[str]) -> 
     lines = said.splitlines()
     assert lines[0] == "mine.py:Good: a prompt of 24 tokens and a text of 24 tokens"
     assert [line.split()[:2] for line in lines[1:-1]] == [
-        [law, "holds:"] for law in ("budgets", "memory", "protection", "rows", "batches", "managers")
+        [law, "holds:"] for law in ("budgets", "scores", "memory", "protection", "rows", "batches", "managers")
     ]
     assert "a lane holds up to 30 of 48 tokens, and may hold 30" in said
     assert lines[-1] == "all laws hold"
@@ -136,6 +160,16 @@ def test_all_laws_hold_for_a_good_policy(capsys: pytest.CaptureFixture[str]) -> 
         ("Forgetless", "rows", ": the token at position "),
         ("Leaky", "batches", " is held beside two"),
         ("Numbered", "managers", "on the paged one"),
+        (
+            "Greedy",
+            "budgets",
+            "at step 3, layer 0, KV head 0: no token is held any more, so the next one sees itself",
+        ),
+        (
+            "Undefined",
+            "scores",
+            "at step 7, layer 0, KV head 0: the score of the token at position 5 is NaN (in",
+        ),
         ("Crash", "budgets", "at step 7: The policy Crash fails in `score` (mine.py, line "),
     ],
 )
@@ -147,10 +181,28 @@ def test_what_fails_is_said_in_words(capsys: pytest.CaptureFixture[str], name: s
     assert fault in line
 
 
+def test_a_policy_without_scores_has_none_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quant:fmt=int8", "--tokens", "3"]) == 0
+    assert "scores     is not tried: the policy gave no scores" in capsys.readouterr().out
+
+
 def test_a_run_without_an_eviction_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["window", "--budget", "40", "--tokens", "3"])
     assert code == 0
     assert "nothing was evicted, so that this says little: give a smaller --budget" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["mine.py:Silent", "mine.py:Silent+quant:fmt=int8"])
+def test_a_decide_that_yields_nothing_says_so_without_a_budget(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([name, "--tokens", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing was evicted, so that this says little: the policy has no budget, and its `decide` must" in said
+
+
+@pytest.mark.parametrize("name", ["full", "quant:fmt=int8", "kivi"])
+def test_what_cannot_evict_is_not_told_so(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    assert main([name, "--tokens", "3"]) == 0
+    assert "nothing was evicted" not in capsys.readouterr().out
 
 
 def test_bad_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

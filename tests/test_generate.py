@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 import minithink
 from minithink import generate as cli
 from minithink.engine import Engine
+from minithink.kv.contract import Policy
+from minithink.policies import register
 from minithink.sequence import Result
 from minithink.tasks import Problem, families, load_problems
 from tests.fixtures_checkpoint import CONTEXT, edit_json, write_checkpoint, write_json
@@ -986,6 +988,23 @@ def test_a_budget_that_never_applied_is_said(capsys: Capture, model: Any, policy
     assert main(*model, prompt, "--no-chat", "--max-new-tokens", 6, "--temperature", 0, "--policy", policy) == 0
     err = capsys.readouterr().err
     assert re.search(said, err) if said else "nothing was evicted" not in err
+
+
+@dataclass
+class Silent(Policy):
+    name = "silent"
+
+    def decide(self, step: Any) -> Any:
+        return ()
+
+
+def test_a_policy_without_a_budget_that_evicts_nothing_is_told_so(capsys: Capture, model: Any) -> None:
+    with unloaded():
+        register(Silent)
+        for policy in ("silent", "silent+quant:fmt=int8"):
+            assert main(*model, "Alpha", "--no-chat", "--max-new-tokens", 6, "--policy", policy) == 0
+            said = f"nothing was evicted: {policy} has no budget, and its `decide` dropped none of up to "
+            assert said in capsys.readouterr().err
 
 
 # Policies that evict only while the model thinks ------------------------------------------------------------------

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -336,6 +336,52 @@ def test_a_cache_is_for_one_call_and_can_be_reset() -> None:
     assert plain_generate(model, inputs, 20, **{CACHE: cache}) == first
 
 
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (8, "The cache holds 27 tokens, and this call's text has 8: "),
+        (14, "The cache holds 27 tokens of sequence 0, and this call's text goes on behind 13, so it is another"),
+        (20, "The cache holds 27 tokens, and this call's text has 20: "),
+        (27, "The cache holds 27 tokens, and this call's text has 27: "),
+        (40, "The cache holds 27 tokens and is given 13 more at once: "),
+    ],
+)
+def test_a_second_prompt_is_refused(tokens: int, said: str) -> None:
+    """generate cuts off as many tokens as the cache holds. Of 14 tokens one is left, as if the text went on."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    plain_generate(model, padded(prompts_of(61, (18,), 2)), 10, **{CACHE: cache})
+    with pytest.raises(UsageError) as refused:
+        plain_generate(model, padded(prompts_of(61, (tokens,), 7)), 5, **{CACHE: cache})
+    assert str(refused.value).startswith(said)
+    assert "make a new cache for every call of generate, or call reset() between them." in str(refused.value)
+
+
+def test_other_prompts_of_a_batch_are_refused() -> None:
+    """They are as many columns as the cache holds and one more, and are padded in other places."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    plain_generate(model, padded(prompts_of(61, (9, 5), 2)), 4, **{CACHE: cache})
+    with pytest.raises(UsageError, match="holds 8 tokens of sequence 1, and this call's text goes on behind 10, so"):
+        plain_generate(model, padded(prompts_of(61, (13, 11), 7)), 5, **{CACHE: cache})
+
+
+def test_positions_may_count_padding() -> None:
+    """Whoever calls the model without generate may number the columns. Only the distance of two tokens matters."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 4), 2))
+    found = []
+    for first in (0, 5):
+        cache = hf.cache(model, "full")
+        columns = torch.arange(first, first + 9)[None]
+        logits = model(**inputs, position_ids=columns, **{CACHE: cache}).logits[:, -1]
+        ids = logits.argmax(-1, keepdim=True)
+        mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+        fed = {"input_ids": ids, "attention_mask": mask, "position_ids": columns[:, -1:] + 1}
+        found.append(model(**fed, **{CACHE: cache}).logits)
+    assert_close("logits", found[0], found[1], atol=1e-4)
+
+
 def test_generation_can_go_on() -> None:
     """The whole text with one token that was not fed yet: as if generate had not stopped."""
     model = small_model()
@@ -364,6 +410,18 @@ def test_the_report_says_what_was_kept_and_which_budgets_bound() -> None:
     loose = hf.cache(model, "window:budget=400")
     plain_generate(model, padded(prompts_of(61, (12, 3), 2)), 11, **{CACHE: loose})
     assert "limited none of 2 sequences" in str(loose.report())
+
+
+@dataclass
+class Nameless(Window):
+    name = ""
+
+
+def test_a_report_calls_a_policy_without_a_name_by_its_class() -> None:
+    model = small_model()
+    cache = hf.cache(model, Nameless(budget=400))
+    plain_generate(model, padded([[11, 12, 13]]), 3, **{CACHE: cache})
+    assert "Nameless's budget of 400 tokens limited none of 1 sequence" in str(cache.report())
 
 
 def test_bytes_are_the_tokens_that_they_hold_in_this_model() -> None:
@@ -579,10 +637,16 @@ def test_the_model_may_be_called_without_generate() -> None:
     assert torch.stack(tokens, 1).tolist() == want
 
 
-def test_bfloat16_logits_are_as_near_as_rounding_allows() -> None:
-    """The same tokens are fed to both. Their attention rounds in different places, by up to 2⁻⁸ of a number."""
-    model = small_model().to(torch.bfloat16)
-    exact = small_model()
+@pytest.mark.parametrize("policy", ["rkv:budget=400", "streaming_llm:budget=16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_bfloat16_logits_are_as_near_as_rounding_allows(architecture: str, policy: str) -> None:
+    """The same tokens are fed to both. Their attention rounds in different places, by up to 2⁻⁸ of a number.
+
+    The first budget never binds, the second one does. It keeps tokens by their positions, so that both number types
+    keep the same ones. A policy with scores may keep others, because it scores other numbers.
+    """
+    model = small_model(architecture).to(torch.bfloat16)
+    exact = small_model(architecture)
     inputs = padded(prompts_of(61, LENGTHS, 2))
     text = model.generate(**inputs, max_new_tokens=30, do_sample=False)
 
@@ -602,8 +666,12 @@ def test_bfloat16_logits_are_as_near_as_rounding_allows() -> None:
 
     want = logits(exact, transformers.DynamicCache())
     plain = (logits(model, transformers.DynamicCache()) - want).abs().max()
-    ours = (logits(model, hf.cache(model, "rkv:budget=400")) - want).abs().max()
+    cache = hf.cache(model, policy)
+    want = logits(exact, hf.cache(exact, policy))
+    ours = (logits(model, cache) - want).abs().max()
     assert ours < 2 * plain
+    binds = "streaming_llm" in policy
+    assert [s.bound for s in cache.report().sequences] == [(binds,)] * len(LENGTHS)
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
@@ -687,6 +755,48 @@ def test_other_tags_of_the_thinking_may_be_named() -> None:
         hf.cache(model, "crystal_kv:budget=20", think_tags=("a", "b"))
 
 
+class Drawing(transformers.LogitsProcessor):
+    """Draws one token in every row and step."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        scores[:, self.token] = scores.max() + 1
+        return scores
+
+
+@pytest.mark.parametrize("policy", ["crystal_kv:budget=20", "window:budget=20"])
+def test_texts_that_never_open_their_thinking_are_said(policy: str) -> None:
+    """Under a policy that evicts only while the model thinks, as in minithink's own reports."""
+    tokenizer = Tokenizer.from_folder(TINY)
+    opens, closes = tokenizer.think_ids
+    assert opens is not None
+    assert closes is not None
+    model = small_model(vocab_size=tokenizer.vocab_size)
+    inside = [11, 12, opens]
+    outside = [11, 12, 13]
+
+    def said(prompts: Sequence[list[int]], draws: int, **options: Any) -> str:
+        cache = hf.cache(model, policy, tokenizer=tokenizer, **options)
+        plain_generate(model, padded(prompts), 6, logits_processor=[Drawing(draws)], **{CACHE: cache})
+        return str(cache.report())
+
+    name, _, _ = policy.partition(":")
+    never = (
+        f"2 of 3 texts never opened <think>, so {name} counts all of each as thinking, and its budget holds for "
+        "the answer, too; think_tags names other tags."
+    )
+    cares = name == "crystal_kv"
+    assert (never in said([outside, inside, outside], 14)) == cares
+    one = said([outside], 14, think_tags=("<|user|>", "<|end|>")).splitlines()[-1]
+    assert one.startswith(f"The text never opened <|user|>, so {name} counts all of it as thinking") == cares
+    for tag in (opens, closes):
+        assert "never opened" not in said([outside, inside], tag)
+    assert "never opened" not in said([inside], 14)
+
+
 def test_embeddings_are_enough_where_no_text_is_read() -> None:
     model = small_model()
     inputs = padded(prompts_of(61, (9, 9), 2))
@@ -757,7 +867,7 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         (model, "nothing", {}, "The policy 'nothing' is unknown"),
         (model, "rkv", {}, "needs a budget in tokens: give a budget"),
         (model, 3, {}, "The policy is 3: give a text"),
-        (model, "answer_oracle:budget=9", {}, "is an oracle"),
+        (model, Window(budget=cast(Any, "8")), {}, "The policy window: budget is '8', and it must be a whole number"),
         (model, "full", {"max_length": 0}, "max_length is 0"),
         (model, "full", {"folder": "nowhere"}, "The folder nowhere does not exist"),
         (model, "full", {"tokenizer": 3}, "The tokenizer is 3: give one"),
@@ -769,6 +879,33 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
     dynamic = model_of(random_decoder(example_config(rope="dynamic"), 1))
     with pytest.raises(UsageError, match="the RoPE of this model, dynamic"):
         hf.cache(dynamic, "streaming_llm:budget=9,sink=3,rerotate=true")
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification", "Qwen3Model"])
+def test_models_that_cannot_generate_are_refused(name: str) -> None:
+    kind = "LlamaForCausalLM" if name.startswith("Llama") else "Qwen3ForCausalLM"
+    model = getattr(transformers, name)(small_model(kind).config)
+    with pytest.raises(UsageError) as refused:
+        hf.cache(model, "full")
+    said = f"The model is {name}, which cannot generate: load it with AutoModelForCausalLM."
+    assert str(refused.value) == said
+
+
+def test_a_model_without_numbers_is_refused() -> None:
+    with pytest.raises(UsageError, match="The model is on the device meta, where weights have no numbers: load them"):
+        hf.cache(small_model().to("meta"), "full")
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_oracles_are_refused_before_anything_else_is_asked_of_them(name: str, tiny: Any) -> None:
+    """With and without a budget, a tokenizer and a calibration; in a stack; and as objects."""
+    said = f"{name} is an oracle, which knows what will be read, and runs in minithink alone: give another policy."
+    oracle = parse(f"{name}:budget=60")
+    for policy in (name, f"{name}:budget=60", f"quant:fmt=int8+{name}:budget=60", oracle):
+        for model in (small_model(), tiny):
+            with pytest.raises(UsageError) as refused:
+                hf.cache(model, policy)
+            assert str(refused.value) == said
 
 
 # On the embedded model, with its tokenizer and its calibrations ----------------------------------------------------

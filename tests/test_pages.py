@@ -196,3 +196,17 @@ def test_numbers_of_the_readmes_findings_stand_on_the_pages_that_they_link() -> 
         shown = "\n".join((ROOT / page).read_text("utf-8") for page in pages)
         for number in re.findall(r"\d+\.\d+|\d+ of \d+", finding):
             assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.]*\d)", shown), f"{number} is not on {pages}"
+
+
+def test_extras_that_pages_name_exist() -> None:
+    """And where a paper's table is run, the page says what reads its datasets and grades its answers."""
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    extras = re.findall(r"^(\w+) = \[", project.partition("[project.optional-dependencies]")[2], re.MULTILINE)
+    for page in PAGES:
+        for named in re.findall(r"-e '\.\[([\w,]+)\]'", page.read_text("utf-8")):
+            assert set(named.split(",")) <= set(extras), (page, named)
+    for name in ("README.md", "docs/evaluate.md"):
+        text = (ROOT / name).read_text("utf-8")
+        assert "minithink.evaluate paper thinkv-table1" in text
+        for word in ("pip install -e '.[datasets,math]'", "pyarrow", "math-verify"):
+            assert word in text, (name, word)

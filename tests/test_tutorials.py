@@ -353,3 +353,16 @@ def test_tutorials_that_run_at_once_are_told_apart(tmp_path: Path) -> None:
     ]
     assert "ZeroDivisionError" in done.stderr
     assert "7" in (tmp_path / "done" / "03_c.ipynb").read_text()
+
+
+def test_a_cell_that_is_skipped_says_why(script: Path) -> None:
+    """Where a package is missing that the extra `tutorials` does not install."""
+    _, cells = read(script)
+    for cell in cells:
+        if cell.markdown or not cell.source.startswith("if find_spec("):
+            continue
+        [branch] = ast.parse(cell.source).body
+        assert isinstance(branch, ast.If)
+        said = "\n".join(ast.unparse(line) for line in branch.orelse)
+        assert "print(" in said, f"{script.name}:{cell.line} is skipped without a word"
+        assert "pip install" in said

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,25 @@ def test_the_reader_of_the_page(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, script, bad], capture_output=True, text=True)
     assert run.returncode == 1
     assert "AssertionError: sequence 1, step 20, layer 1" in run.stderr
+
+
+def test_inputs_are_drawn_from_the_seeds_in_their_metadata() -> None:
+    tensors, about = read(FOLDER / "inputs.safetensors")
+    seeds: Any = about["seeds"]
+    assert set(seeds) == {"sequences", "predictor", "centers"}
+    assert len(seeds["sequences"]) == len(vectors.PROMPTS)
+    for number, seed in enumerate(seeds["sequences"]):
+        draw = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(2, len(vectors.VOCABULARY), tensors[f"{number}.tokens"].shape, generator=draw)
+        tags = tensors[f"{number}.tokens"] < 2
+        assert torch.equal(tokens[~tags], tensors[f"{number}.tokens"][~tags])
+        q = tensors[f"{number}.q"]
+        assert torch.equal(2 * vectors.drawn(tuple(q.shape), draw), q)
+    for name, tensor in (("predictor", "predictor.0"), ("centers", "centers.center")):
+        draw = torch.Generator().manual_seed(seeds[name])
+        shape = tuple(tensors[tensor].shape)
+        size = shape[0] ** 0.5 if name == "predictor" else 1
+        assert torch.equal(vectors.drawn(shape, draw) / size, tensors[tensor])
 
 
 def test_lots_are_scores() -> None:

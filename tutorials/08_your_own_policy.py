@@ -383,6 +383,8 @@ if find_spec("transformers"):
     [own] = engine.generate(questions[0], policy=text, temperature=0, max_new_tokens=120)
     assert out[0, len(prompt) :].tolist() == own.token_ids
     assert sequence.held <= BUDGETS[0] < sequence.tokens
+else:
+    print("This cell was skipped, because transformers is not installed: pip install -e '.[hf]'")
 
 # %% [markdown]
 # ## Where its files would go

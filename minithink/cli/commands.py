@@ -101,7 +101,8 @@ def _run(program: str, description: str, commands: Mapping[str, Any], argv: list
     for name, module in commands.items():
         summary = " ".join((module.__doc__ or "").partition("\n\n")[0].split())
         more = f"{summary} {getattr(module, 'HELP', '')}".strip()
-        module.add_arguments(choices.add_parser(name, help=summary, description=more))
+        in_list = summary.replace("%", "%%")  # argparse fills in %(…) there, and not in a description
+        module.add_arguments(choices.add_parser(name, help=in_list, description=more))
     args = parser.parse_args(argv)
     if args.command is None:
         parser.error(f"the command is missing; there are {', '.join(commands)}")

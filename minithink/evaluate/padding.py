@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.sequence import Track
 
 
@@ -82,7 +82,7 @@ def charge(sequences: Sequence[Track], policy: Policy, batch_size: int, group: b
         UsageError: the policy has no budget.
     """
     if policy.budget is None:
-        raise UsageError(f"padded_budget charges a budget, and the policy {policy.name} has none: leave it out.")
+        raise UsageError(f"padded_budget charges a budget, and the policy {name_of(policy)} has none: leave it out.")
     lengths = [len(s.prompt) for s in sequences]
     own = [policy.budget if s.budget is None else s.budget for s in sequences]
     left = padded_budgets(lengths, own, batch_size, group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +15,14 @@ import torch
 from minithink.checkpoint import calibration as files
 from minithink.config import ARCHITECTURES, ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted
+from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
-from minithink.policies import check_numbers, load_installed, parse
+from minithink.policies import check_numbers, load_installed, read
+from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.text.tags import Tags
 from minithink.text.tokenizer import Tokenizer
 
@@ -104,23 +106,33 @@ class Known:
             MinithinkError: as in `calibration`.
         """
         if isinstance(policy, Policy):
+            _refuse_oracles(type(member) for member in members(policy))
             bound = copy.deepcopy(policy)
         elif isinstance(policy, str):
-            bound = parse(load_installed(policy), option="a budget", tokens_of=self.tokens_of)
+            written = read(load_installed(policy))
+            _refuse_oracles(member.cls for member in written.members)
+            bound = written.make(option="a budget", tokens_of=self.tokens_of)
         elif isinstance(policy, type) and issubclass(policy, Policy):
             name = policy.__name__
             raise UsageError(f"{name} is the class of a policy: give an object, as in {name}(…).")
         else:
             raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=1024, or an object.")
         for member in members(bound):
-            if member.calibration == files.FORESIGHT:
-                raise UsageError(
-                    f"{member.name} is an oracle: it foresees recorded texts, and runs in minithink alone."
-                )
+            checks.declared(member)
             if is_dataclass(member):
                 check_numbers(member)
             member.bind(self)
         return bound
+
+
+def _refuse_oracles(classes: Iterable[type[Policy]]) -> None:
+    """UsageError: one of these policies knows the future, from recorded texts or from the rules of the puzzles."""
+    for cls in classes:
+        if issubclass(cls, (AnswerOracle, NeedsOracle)):
+            raise UsageError(
+                f"{cls.name} is an oracle, which knows what will be read, and runs in minithink alone: give another "
+                "policy."
+            )
 
 
 def config_of(decoder: Any) -> ModelConfig:
@@ -140,7 +152,8 @@ def config_of(decoder: Any) -> ModelConfig:
 
 
 def _refuse_others(model: Any) -> None:
-    """UsageError: the model is of another kind, has sliding layers, or lies on several devices."""
+    """UsageError: the model is of another kind, cannot generate, has sliding layers, or lies on several devices or on
+    none."""
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind not in KINDS:
@@ -148,12 +161,21 @@ def _refuse_others(model: Any) -> None:
             f"The model is {type(model).__name__} of type {quoted(kind)}: caches are for models of transformers of "
             f"the types {', '.join(KINDS)}."
         )
+    if getattr(model, "generation_config", None) is None:
+        raise UsageError(
+            f"The model is {type(model).__name__}, which cannot generate: load it with AutoModelForCausalLM."
+        )
     layers = getattr(config, "layer_types", None) or []
     others = sorted(set(layers) - {"full_attention"})
     if others or getattr(config, "use_sliding_window", False):
         named = others[0] if others else "sliding_attention"
         raise UsageError(f"The model has layers of {named}, and caches are for full attention: give another model.")
     devices = sorted({str(p.device) for p in model.parameters()})
+    if devices == ["meta"]:
+        raise UsageError(
+            "The model is on the device meta, where weights have no numbers: load them, as with "
+            'AutoModelForCausalLM.from_pretrained(…, device_map="cpu").'
+        )
     if len(devices) > 1:
         named = ", ".join(devices)
         real = [device for device in devices if device != "meta"]  # where weights are that are not offloaded

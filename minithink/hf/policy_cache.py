@@ -31,12 +31,13 @@ from minithink.errors import MinithinkError, UsageError, counted
 from minithink.hf.known import Known, ids_of
 from minithink.hf.passes import Hooks, OfModel, Pass, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
-from minithink.kv.contract import Policy, Shape
+from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
 from minithink.model import Rope, Rotated
+from minithink.text.tags import THINK
 from minithink.text.thinking import Stage
 
 AGAIN = "make a new cache for every call of generate, or call reset() between them"
@@ -116,8 +117,8 @@ class PolicyCache(Cache):
         if policy.pull and known.decoder.rotary_emb.rope_type in DYNAMIC:
             kind = known.decoder.rotary_emb.rope_type
             raise UsageError(
-                f"{policy.name} moves tokens nearer, and the RoPE of this model, {kind}, depends on the length of "
-                "the text: give rerotate=false."
+                f"{name_of(policy)} moves tokens nearer, and the RoPE of this model, {kind}, depends on the length "
+                "of the text: give rerotate=false."
             )
         self.known = known
         self.policy = policy
@@ -128,6 +129,9 @@ class PolicyCache(Cache):
         self.manager: KVManager | PlainCache | None = None
         self.running: list[int] = []  # rows whose sequences have not ended
         self._prompts: list[int] = []  # tokens of each row's prompt
+        # How far each row's positions are ahead of its tokens; None: the model is given no positions.
+        self._ahead: list[int] | None = None
+        self._unopened: set[int] = set()  # rows whose texts have not opened their thinking yet
         self._left: dict[int, SequenceReport] = {}  # rows that have left
         self._padding: set[int] = set()  # tokens that may come behind an end token
         self._columns = 0  # of the pass that is under way
@@ -159,14 +163,18 @@ class PolicyCache(Cache):
             if row in self._left:
                 sequences.append(self._left[row])
             elif self.manager is not None:
-                sequences.append(report_of(self.manager, row, prompt))
-        return summed(self.policy, sequences)
+                opened = row not in self._unopened
+                sequences.append(report_of(self.manager, row, prompt, opened=opened))
+        tokenizer = self.known.tokenizer
+        return summed(self.policy, sequences, THINK if tokenizer is None else tokenizer.tags)
 
     def reset(self) -> None:
         """Forget all sequences, so that the cache can be used for another call of generate."""
         self.manager = None
         self.running = []
         self._prompts = []
+        self._ahead = None
+        self._unopened = set()
         self._left = {}
         self._padding = set()
         self._failed = False
@@ -186,7 +194,8 @@ class PolicyCache(Cache):
         """A forward pass begins.
 
         Args:
-            inputs: the arguments of the model: `input_ids` [B, n] or `inputs_embeds` [B, n, d], `attention_mask`.
+            inputs: the arguments of the model: `input_ids` [B, n] or `inputs_embeds` [B, n, d], `attention_mask`,
+                `position_ids`.
 
         Raises:
             UsageError: this use of a cache is not supported.
@@ -199,19 +208,32 @@ class PolicyCache(Cache):
         ids = inputs.get("input_ids")
         fed: Any = inputs.get("inputs_embeds") if ids is None else ids
         batch, self._columns = fed.shape[:2]
+        positions = inputs.get("position_ids")
         if self.manager is None:
-            return self._read_prompts(ids, inputs.get("attention_mask"), batch)
+            begun = self._read_prompts(ids, inputs.get("attention_mask"), batch)
+            if positions is not None:
+                last = _last_of(positions, batch).tolist()
+                self._ahead = [at + 1 - count for at, count in zip(last, self._prompts, strict=True)]
+            return begun
         if self._columns != 1:
-            raise UsageError(
-                f"The cache holds {self.get_seq_length():,} tokens and is given {self._columns:,} more at once: "
-                "prompts are read in one pass, without prefill_chunk_size, and tokens one by one, without "
-                f"use_cache=False; {AGAIN}."
-            )
+            self._refuse_several(positions)
         if batch != len(self._prompts):
             raise UsageError(
                 f"The cache holds {counted(len(self._prompts), 'sequence')} and is given {batch}: {AGAIN}."
             )
-        return self._feed(ids)
+        return self._feed(ids, positions)
+
+    def _refuse_several(self, positions: Tensor | None) -> NoReturn:
+        """UsageError: a later pass has another number of tokens than one. positions: [B or 1, n]; None: not known."""
+        held = self.get_seq_length()
+        if positions is not None and positions.numel():
+            text = int(positions.max()) + 1  # tokens of the longest one
+            if text <= held:
+                raise UsageError(f"The cache holds {held:,} tokens, and this call's text has {text:,}: {AGAIN}.")
+        raise UsageError(
+            f"The cache holds {held:,} tokens and is given {self._columns:,} more at once: prompts are read in one "
+            f"pass, without prefill_chunk_size, and tokens one by one, without use_cache=False; {AGAIN}."
+        )
 
     @torch.inference_mode()
     @explaining()
@@ -244,10 +266,14 @@ class PolicyCache(Cache):
             texts = [row[-count:] for row, count in zip(ids.tolist(), counts, strict=True)]
         manager = self._make_manager(batch, longest)
         if ids is None and (manager.listening or self.policy.exempt_answer):
-            raise UsageError(f"{self.policy.name} reads the text, and inputs_embeds have none: give input_ids.")
+            raise UsageError(f"{name_of(self.policy)} reads the text, and inputs_embeds have none: give input_ids.")
+        tags_are_known = None not in self._think_ids()
+        self._unopened = set()
         for row, count in enumerate(counts):
             thinking = self._begins_thinking(texts[row] if texts else [])
             manager.join(row, self.max_length, count, thinking)
+            if tags_are_known and not thinking:
+                self._unopened.add(row)
         tokens = [token for text in texts for token in text]
         manager.begin_step(range(batch), counts, tokens or None)
         self.manager = manager
@@ -317,14 +343,18 @@ class PolicyCache(Cache):
 
     # -- generated tokens
 
-    def _feed(self, ids: Tensor | None) -> Pass:
-        """A later pass, with one token of each row. ids: [B, 1]."""
+    def _feed(self, ids: Tensor | None, positions: Tensor | None) -> Pass:
+        """A later pass, with one token of each row. ids: [B, 1]; positions: [B or 1, 1]; None: they are not known."""
         assert self.manager is not None
         if ids is None:
             raise UsageError(
                 "Generated tokens are given as inputs_embeds, and the cache reads input_ids: give these."
             )
-        tokens: list[int] = ids[:, 0].tolist()
+        if positions is None or self._ahead is None:
+            tokens: list[int] = ids[:, 0].tolist()
+        else:  # one copy from the device
+            tokens, at = torch.stack((ids[:, 0], _last_of(positions, len(ids)))).tolist()
+            self._refuse_another_text(at)
         for row in range(len(tokens)):
             if row not in self.running:
                 self._refuse_living(row, tokens[row])
@@ -343,6 +373,8 @@ class PolicyCache(Cache):
                     f"Sequence {row} has {length:,} tokens and may have {self.max_length:,}: give minithink.hf.cache "
                     "a larger max_length."
                 )
+        tags = self._think_ids()
+        self._unopened -= {row for row in self.running if tokens[row] in tags}
         fed = [tokens[row] for row in self.running]
         self.manager.begin_step(self.running, [1] * len(fed), fed)
         place = None
@@ -350,10 +382,27 @@ class PolicyCache(Cache):
             place = torch.tensor(self.running, device=self.known.device)
         return Pass(self.manager, len(tokens), 1, place)
 
+    def _refuse_another_text(self, positions: Sequence[int]) -> None:
+        """UsageError: the next token of a row does not stand behind those that the cache has read.
+
+        generate gives a model the tokens alone that the cache does not hold. So this is how another text is noticed.
+        """
+        assert self.manager is not None
+        assert self._ahead is not None
+        for row in self.running:
+            length = self.manager.length(row)
+            text = positions[row] - self._ahead[row]
+            if text != length:
+                raise UsageError(
+                    f"The cache holds {length:,} tokens of sequence {row}, and this call's text goes on behind "
+                    f"{text:,}, so it is another text: {AGAIN}."
+                )
+
     def _leave(self, row: int) -> None:
         """A sequence has ended: free its memory."""
         assert self.manager is not None
-        self._left[row] = report_of(self.manager, row, self._prompts[row], ended=True)
+        opened = row not in self._unopened
+        self._left[row] = report_of(self.manager, row, self._prompts[row], opened=opened, ended=True)
         self.manager.leave(row)
         self.running.remove(row)
 
@@ -386,6 +435,11 @@ class PolicyCache(Cache):
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise UsageError(f"{what} takes tokens back, and evicted tokens do not come back: call generate with {instead}.")
+
+
+def _last_of(positions: Tensor, batch: int) -> Tensor:
+    """The position of the newest token of every row: int64 [B]. positions: [B or 1, n]."""
+    return positions[:, -1].expand(batch)
 
 
 def _places(counts: Sequence[int], columns: int, device: torch.device) -> Tensor:

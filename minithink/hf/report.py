@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minithink.errors import counted
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.ledger import Ledger
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.stack import members
+from minithink.text.tags import Tags
+from minithink.text.thinking import never_opened
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class SequenceReport:
     ended: bool  # whether it has left the cache; the numbers are those from before
     bound: tuple[bool, ...]  # for each of `Report.budgets`, whether it limited this sequence
     notes: str  # the policy's own words
+    opened: bool = True  # whether the text has opened its thinking; True if the tags are not known
 
     @property
     def bytes(self) -> int:
@@ -56,6 +59,7 @@ class Report:
 
     sequences: tuple[SequenceReport, ...]
     budgets: tuple[Budget, ...]  # of every policy of a stack that has one
+    caution: str = ""  # what must be known of the budgets; "": nothing
 
     def __str__(self) -> str:
         if not self.sequences:
@@ -65,11 +69,25 @@ class Report:
             share = s.bytes / s.full_bytes
             lines.append(f"{number:>8} {s.tokens:>8,} {s.held:>8,} {s.bytes:>14,} {share:>8.0%}")
         lines += [str(budget) for budget in self.budgets]
+        if self.caution:
+            lines.append(self.caution)
         return "\n".join(lines)
 
 
-def report_of(manager: KVManager | PlainCache, seq: int, prompt: int, ended: bool = False) -> SequenceReport:
-    """What a manager can say of one of its sequences. prompt: tokens of its prompt."""
+def report_of(
+    manager: KVManager | PlainCache,
+    seq: int,
+    prompt: int,
+    *,
+    opened: bool,
+    ended: bool = False,
+) -> SequenceReport:
+    """What a manager can say of one of its sequences.
+
+    Args:
+        prompt: tokens of its prompt.
+        opened, ended: as in `SequenceReport`.
+    """
     tokens = manager.length(seq)
     told = manager.told(seq)
     bound = []
@@ -85,6 +103,7 @@ def report_of(manager: KVManager | PlainCache, seq: int, prompt: int, ended: boo
         ended=ended,
         bound=tuple(bound),
         notes=told.notes,
+        opened=opened,
     )
 
 
@@ -94,14 +113,20 @@ def limits_of(policy: Policy) -> list[tuple[str, int]]:
     for member in members(policy):
         limit = member.cap if member.budget is None else member.budget
         if limit is not None:
-            found.append((member.name, limit))
+            found.append((name_of(member), limit))
     return found
 
 
-def summed(policy: Policy, sequences: Sequence[SequenceReport]) -> Report:
-    """The report of a batch."""
+def summed(policy: Policy, sequences: Sequence[SequenceReport], tags: Tags) -> Report:
+    """The report of a batch. tags: between which the model is taken to think."""
     budgets = []
     for i, (name, tokens) in enumerate(limits_of(policy)):
         bound = sum(s.bound[i] for s in sequences)
         budgets.append(Budget(name, tokens, bound, len(sequences)))
-    return Report(tuple(sequences), tuple(budgets))
+    caution = ""
+    if policy.exempt_answer and policy.budget is not None:
+        never = sum(s.tokens > s.prompt and not s.opened for s in sequences)
+        caution = never_opened(name_of(policy), never, len(sequences), tags)
+    if caution:
+        caution = f"{caution[0].upper()}{caution[1:]}.".replace("--think-tags", "think_tags")  # an argument here
+    return Report(tuple(sequences), tuple(budgets), caution)

@@ -7,7 +7,7 @@ is captured. Values are looked at only on a CPU, where the host may read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -21,9 +21,11 @@ from minithink.kv.contract import (
     Evict,
     OpenSegment,
     Policy,
+    See,
     SetBudget,
     Step,
     Storage,
+    name_of,
 )
 from minithink.kv.schedule import Schedule
 from minithink.quant import parse_pair
@@ -32,28 +34,31 @@ EDITS = tuple(kind.__name__ for kind in get_args(Edit))
 
 
 def declared(policy: Policy) -> None:
-    """Check what a policy says of itself before anything runs.
+    """Check what a policy says of itself before anything runs. If its class has no name, it gets that of the class,
+    for the messages of its own methods.
 
     Raises:
-        UsageError: scope, demands, storage, budget, slack, cap or schedule are not what the contract asks for, or
+        UsageError: scope, demands, storage, a number, a switch or schedule are not what the contract asks for, or
             the policy has a budget and no `decide` that could keep to it.
     """
+    if not policy.name:
+        policy.name = name_of(policy)  # type: ignore[misc]  # of this object, as a stack has one
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
-    if not isinstance(policy.demands, Sequence):
-        raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
-    for demand in policy.demands:
-        if not isinstance(demand, Demand):
-            raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
+    demanded(policy)
     if not isinstance(policy.storage, Storage):
         raise _wrong(policy, "storage", policy.storage, "it must be a Storage")
     for name in policy.storage.formats:
         if name != "plain":
             parse_pair(name)  # UsageError: there is no such format
-    for name in ("budget", "cap", "slack"):
+    for name in ("budget", "cap", "slack", "beside", "pull"):
         value = getattr(policy, name)
-        if type(value) is not int and (value is not None or name == "slack"):
+        if type(value) is not int and (value is not None or name not in ("budget", "cap")):
             raise _wrong(policy, name, value, "it must be a whole number of tokens")
+    for name in ("protect_prompt", "exempt_answer"):
+        value = getattr(policy, name)
+        if type(value) is not bool:
+            raise _wrong(policy, name, value, "it must be True or False")
     if policy.slack < 0:
         raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
     if not isinstance(policy.schedule, str):
@@ -66,6 +71,42 @@ def declared(policy: Policy) -> None:
         raise _wrong(policy, "budget", policy.budget, expected.format("budget"))
     if schedule.grow is not None:  # lanes may grow to that, as to a budget
         raise _wrong(policy, "schedule", policy.schedule, expected.format("schedule"))
+
+
+def demanded(policy: Policy, layers: int | None = None) -> None:
+    """Check what a policy demands to see. Calibrations may tell it, so the managers check once more after `setup`.
+
+    Args:
+        policy: no stack.
+        layers: of the model; None: the model is not known yet.
+
+    Raises:
+        UsageError: a demand is not what the contract asks for, or is about a layer that the model does not have.
+    """
+    if not isinstance(policy.demands, Sequence) or isinstance(policy.demands, str):
+        raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
+    for demand in policy.demands:
+        if not isinstance(demand, Demand):
+            raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
+        if not isinstance(demand.what, See) or not demand.what:
+            raise _wrong(policy, "Demand.what", demand.what, "it must be one of See, as in Demand(See.MASS)")
+        if type(demand.prompt) is not bool:
+            raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
+        if demand.layers is not None:
+            _check_layers(policy, demand, layers)
+
+
+def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:
+    """UsageError: the layers of a demand are no layers of the model. layers: how many it has; None: not known yet."""
+    named: Any = demand.layers
+    if isinstance(named, (str, bytes)) or not isinstance(named, Collection):
+        raise _wrong(policy, "Demand.layers", named, "it must be a frozenset of layers, or None (all layers)")
+    first = -1 if demand.what & See.HIDDEN else 0  # −1: behind the final norm
+    for layer in named:
+        if type(layer) is not int:
+            raise _wrong(policy, "a layer of Demand.layers", layer, "it must be a whole number")
+        if layers is not None and not first <= layer < layers:
+            raise _wrong(policy, "a layer of Demand.layers", layer, f"it must be from {first} to {layers - 1}")
 
 
 def storable(storage: Storage, by_token: bool) -> None:
@@ -100,7 +141,9 @@ def due(policy: Policy, found: Any, step: Step) -> tuple[Tensor, Tensor]:
     """Check what `due` returns: which lanes must evict, bool, and how many tokens they may keep, int32."""
     if not isinstance(found, tuple) or len(found) != 2:
         expected = "a tuple: which lanes must evict, and how many tokens each may keep"
-        raise UsageError(f"The policy {policy.name} returned {said(found)} from `due`, which must return {expected}.")
+        raise UsageError(
+            f"The policy {name_of(policy)} returned {said(found)} from `due`, which must return {expected}."
+        )
     which, keep = found
     shape = tuple(step.budget.shape)
     device = step.row.device
@@ -114,8 +157,8 @@ def steered(policy: Policy, hidden: Any, before: Tensor) -> Tensor:
     good = isinstance(hidden, Tensor) and (hidden.shape, hidden.dtype) == (before.shape, before.dtype)
     if not good or hidden.device != before.device:
         raise UsageError(
-            f"The policy {policy.name} returned {said(hidden)} from `steer`, and it must return the hidden states in "
-            f"the form in which it got them: {said(before)}."
+            f"The policy {name_of(policy)} returned {said(hidden)} from `steer`, and it must return the hidden "
+            f"states in the form in which it got them: {said(before)}."
         )
     return hidden
 
@@ -137,8 +180,8 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
     """
     if isinstance(edits, (Tensor, str, bytes, dict)) or not isinstance(edits, Iterable):
         raise UsageError(
-            f"The policy {policy.name} returned {said(edits)} from `decide`, which must yield edits: write `yield "
-            "Evict(drop)`, and yield nothing where nothing is to be done."
+            f"The policy {name_of(policy)} returned {said(edits)} from `decide`, which must yield edits: write "
+            "`yield Evict(drop)`, and yield nothing where nothing is to be done."
         )
     found = []
     for edit in edits:
@@ -146,12 +189,12 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
             expected = f"yield one of {', '.join(EDITS)}"
             if isinstance(edit, type) and issubclass(edit, get_args(Edit)):
                 expected = f"yield an object, as in {edit.__name__}(…)"
-            raise UsageError(f"The policy {policy.name} yielded {said(edit)}, which is no edit: {expected}.")
+            raise UsageError(f"The policy {name_of(policy)} yielded {said(edit)}, which is no edit: {expected}.")
         if captures and not isinstance(edit, (Evict, SetBudget, *((OpenSegment,) if policy.opens else ()))):
             allowed = "Evict, SetBudget and OpenSegment" if policy.opens else "Evict and SetBudget"
             raise UsageError(
-                f"The policy {policy.name} is capturable and yields {type(edit).__name__}, and only {allowed} can be "
-                "captured: set capturable = False, or opens = True where segments are opened."
+                f"The policy {name_of(policy)} is capturable and yields {type(edit).__name__}, and only {allowed} "
+                "can be captured: set capturable = False, or opens = True where segments are opened."
             )
         _check_edit(policy, edit, step, storage, looks=asks and step.row.device.type == "cpu")
         found.append(edit)
@@ -192,10 +235,10 @@ def within_limit(policy: Policy, held: Tensor, budget: Tensor, length: int) -> N
     where = lane_name(lane, *held.shape)
     so_far = "it has evicted none" if holds == length else f"the text has {length:,}"
     may = int(limit.flatten()[lane])
-    name = policy.name or type(policy).__name__
     raise UsageError(
-        f"The policy {name}: {where} holds {holds:,} tokens between two steps ({so_far}), and its budget, slack and "
-        f"schedule allow {may:,}: its `decide` must yield an Evict for lanes that are due, or its `slack` be larger."
+        f"The policy {name_of(policy)}: {where} holds {holds:,} tokens between two steps ({so_far}), and its "
+        f"budget, slack and schedule allow {may:,}: its `decide` must yield an Evict for lanes that are due, or its "
+        "`slack` be larger."
     )
 
 
@@ -261,11 +304,11 @@ def _check(policy: Policy, what: str, value: Any, form: _Form) -> None:
     if isinstance(value, Tensor) and _Form(value.dtype, tuple(value.shape), value.device) == form:
         return
     expected = f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)} on {form.device}"
-    raise UsageError(f"The policy {policy.name}: {what} is {said(value)}, and it must be a tensor, {expected}.")
+    raise UsageError(f"The policy {name_of(policy)}: {what} is {said(value)}, and it must be a tensor, {expected}.")
 
 
 def _wrong(policy: Policy, what: str, value: Any, expected: str) -> UsageError:
-    return UsageError(f"The policy {policy.name or type(policy).__name__}: {what} is {said(value)}, and {expected}.")
+    return UsageError(f"The policy {name_of(policy)}: {what} is {said(value)}, and {expected}.")
 
 
 def said(value: Any) -> str:

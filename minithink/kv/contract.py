@@ -54,7 +54,7 @@ import torch
 from torch import Tensor
 
 from minithink.config import ModelConfig
-from minithink.errors import UsageError
+from minithink.errors import UsageError, quoted
 from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
@@ -137,7 +137,8 @@ class Demand:
     """Observe something, at some layers, every so many generated tokens.
 
     Raises:
-        UsageError: `every` or `rows` below 1, or an unknown group rule.
+        UsageError: `every` or `rows` is no whole number of at least 1, or an unknown group rule. The other fields are
+            checked by `checks.demanded`, which names the policy.
     """
 
     what: See
@@ -150,8 +151,12 @@ class Demand:
     group: str = "mean"
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.rows < 1:
-            raise UsageError(f"A demand for every {self.every} tokens and {self.rows} rows: both must be at least 1.")
+        for number in (self.every, self.rows):
+            if type(number) is not int or number < 1:
+                raise UsageError(
+                    f"A demand for every {quoted(self.every)} tokens and {quoted(self.rows)} rows: both must be "
+                    "whole numbers of at least 1."
+                )
         if self.group not in GROUPS:
             raise UsageError(f"The group rule {self.group!r} is unknown; there are {', '.join(GROUPS)}.")
 
@@ -563,7 +568,7 @@ class Policy:
         schedule = Schedule.parse(self.schedule)
         if self.budget is None and schedule.grow is None:
             raise UsageError(
-                f"The policy {self.name or type(self).__name__} asks `due` which lanes exceed their budget, and its "
+                f"The policy {name_of(self)} asks `due` which lanes exceed their budget, and its "
                 "`budget` is None: give it one, in tokens."
             )
         held = step.held()
@@ -583,6 +588,11 @@ class Policy:
         """Tokens that the lanes may keep beside the protected ones: int32 [Lt, B, Ht], at least 0."""
         _, keep = self.due(step)
         return (keep - step.protected().sum(-1, dtype=torch.int32)).clamp(min=0)
+
+
+def name_of(policy: Policy) -> str:
+    """The name of a policy for messages and reports: that of its class, where this gives itself no `name`."""
+    return policy.name or type(policy).__name__
 
 
 def kept(schedule: Schedule, budget: Tensor, prompt: Tensor) -> Tensor:

@@ -196,6 +196,8 @@ class KVManager:
         )
         self.moves = Moves(self.store)
         policy.setup(self.shape)
+        for member in members(policy):
+            checks.demanded(member, self.shape.layers)
         self.observations = Observations(self.store, policy.demands, self.width)
         self.budgets = {
             id(p): torch.full(self.shape.tables, UNLIMITED, dtype=torch.int32, device=self.device)

@@ -191,6 +191,8 @@ class PlainCache:
         self.storage = policy.storage.within(tokens)
         Lanes(self.shape, self.storage, dtype)  # only for its UsageError, if the formats do not suit the model
         policy.setup(self.shape)
+        for member in members(policy):
+            checks.demanded(member, self.shape.layers)
         # The policies of a stack, each for what it does. Most policies are no stack, and the only member.
         parts = members(policy)
         self.deciding = [p for p in parts if type(p).decide is not Policy.decide]

@@ -11,7 +11,7 @@ from types import FrameType
 from torch import Tensor
 
 from minithink.errors import MinithinkError, reason
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 
 MOST = 6  # tensors that are named
 
@@ -48,7 +48,8 @@ def explained(error: Exception) -> MinithinkError | None:
     where = f"{Path(code.co_filename).name}, line {number}"
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""
-    return MinithinkError(f"The policy {policy.name} fails in `{code.co_name}` ({where}): {reason(error)}.{there}")
+    name = name_of(policy)
+    return MinithinkError(f"The policy {name} fails in `{code.co_name}` ({where}): {reason(error)}.{there}")
 
 
 def _is_of_users_policy(frame: FrameType) -> bool:

@@ -10,7 +10,7 @@ import torch
 from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted
 from minithink.kv.byte_size import ByteSize
-from minithink.kv.contract import Policy, Storage, kept
+from minithink.kv.contract import Policy, Storage, kept, name_of
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import members
@@ -45,7 +45,9 @@ def _check_room(policy: Policy, prompt: int, what: str, number: int, larger: str
     _check_number(policy, what, number)
     if not policy.protect_prompt:
         if number < policy.beside:
-            raise UsageError(f"{policy.name}: {what} {number} tokens is below the {policy.beside} that a lane needs.")
+            raise UsageError(
+                f"{name_of(policy)}: {what} {number} tokens is below the {policy.beside} that a lane needs."
+            )
         return
     stays = prompt if policy.cap is None else min(prompt, policy.cap)
     if number < stays + policy.beside:
@@ -53,7 +55,7 @@ def _check_room(policy: Policy, prompt: int, what: str, number: int, larger: str
         ours = any("protect_prompt" in getattr(m, "__dataclass_fields__", ()) for m in members(policy))
         spared = ", or protect_prompt=false" if ours else ""
         raise UsageError(
-            f"{policy.name}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
+            f"{name_of(policy)}: {what} {number} tokens cannot hold the protected prompt of {stays} and {more}: "
             f"give at least {stays + policy.beside}{larger}{spared}."
         )
 
@@ -61,7 +63,9 @@ def _check_room(policy: Policy, prompt: int, what: str, number: int, larger: str
 def _check_number(policy: Policy, what: str, number: int) -> None:
     """UsageError: it is no possible number of tokens."""
     if not 1 <= number <= UNLIMITED:
-        raise UsageError(f"{policy.name}: {what} {quoted(number)} tokens makes no sense: give 1 to {UNLIMITED:,}.")
+        raise UsageError(
+            f"{name_of(policy)}: {what} {quoted(number)} tokens makes no sense: give 1 to {UNLIMITED:,}."
+        )
 
 
 def least_kept(policy: Policy) -> int | None:
@@ -127,8 +131,8 @@ def tokens_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtyp
     tokens = of_token.tokens(size.number)
     if tokens < 1:
         raise UsageError(
-            f"{policy.name}: a budget of {size} holds no token, because one takes {of_token.payload(1):,} bytes of "
-            f"keys and values in {of_token.lanes:,} KV heads: give at least {of_token.payload(1)}B."
+            f"{name_of(policy)}: a budget of {size} holds no token, because one takes {of_token.payload(1):,} bytes "
+            f"of keys and values in {of_token.lanes:,} KV heads: give at least {of_token.payload(1)}B."
         )
     return tokens
 
@@ -137,7 +141,8 @@ def said_of_bytes(policy: Policy, size: ByteSize, *, config: ModelConfig, dtype:
     """What a budget in bytes comes to, in words. policy: with its budget in tokens."""
     of_token = TokenBytes.of(policy, config=config, dtype=dtype)
     return (
-        f"the budget {size} of {policy.name} is {policy.budget:,} tokens a KV head (a token's payload is {of_token})"
+        f"the budget {size} of {name_of(policy)} is {policy.budget:,} tokens a KV head (a token's payload is "
+        f"{of_token})"
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minithink.errors import UsageError
 from minithink.kv import checks
-from minithink.kv.contract import SCOPES, Demand, Edit, Model, Policy, Shape, Step, Storage
+from minithink.kv.contract import SCOPES, Demand, Edit, Model, Policy, Shape, Step, Storage, name_of
 
 
 class Stack(Policy):
@@ -24,17 +24,17 @@ class Stack(Policy):
             checks.declared(member)
         stored = [m for m in members if m.storage != Storage()]
         if len(stored) > 1:
-            names = " and ".join(m.name for m in stored)
+            names = " and ".join(name_of(m) for m in stored)
             raise UsageError(f"{names} store tokens in different ways and cannot be stacked: leave one out.")
         steering = [m for m in members if type(m).steer is not Policy.steer and getattr(m, "steers", True)]
         if len(steering) > 1:
-            names = " and ".join(m.name for m in steering)
+            names = " and ".join(name_of(m) for m in steering)
             raise UsageError(
                 f"{names} both steer the model, and their vectors would be added: leave one out, or switch its "
                 "steering off."
             )
         _check_alike(members)
-        self.name = "+".join(m.name for m in members)  # type: ignore[misc]
+        self.name = "+".join(name_of(m) for m in members)  # type: ignore[misc]
         deciding = [m for m in members if type(m).decide is not Policy.decide]
         self.capturable = all(m.capturable for m in deciding)  # type: ignore[misc]
         self.tells_due = all(m.tells_due for m in deciding)  # type: ignore[misc]
@@ -95,14 +95,20 @@ def _check_alike(members: Sequence[Policy]) -> None:
             evicts = other.budget is not None or other.cap is not None
             if one.alike and other is not one and evicts and other.scope != "sequence":
                 raise UsageError(
-                    f"{one.name} with these options needs layers that hold the same tokens, and {other.name} evicts "
-                    "in each lane for itself: they cannot be stacked."
+                    f"{name_of(one)} with these options needs layers that hold the same tokens, and {name_of(other)} "
+                    "evicts in each lane for itself: they cannot be stacked."
                 )
 
 
 def members(policy: Policy) -> tuple[Policy, ...]:
     """The members of a stack; for any other policy, the policy itself."""
     return policy.members if isinstance(policy, Stack) else (policy,)
+
+
+def can_only_evict(policy: Policy) -> bool:
+    """Whether a member has a `decide` that can do nothing but evict, because its tokens are stored in the model's own
+    number type. Such a policy has had no effect if nothing was evicted."""
+    return any(type(m).decide is not Policy.decide and m.storage == Storage() for m in members(policy))
 
 
 def listeners(policy: Policy) -> tuple[Policy, ...]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minithink.errors import UsageError
-from minithink.kv.contract import Demand, Policy, See, Shape
+from minithink.kv.contract import Demand, Policy, See, Shape, name_of
 from minithink.ref.decode_attention import query_rows
 
 Some = TypeVar("Some", bound="ShownStep")
@@ -76,7 +76,7 @@ class ShownStep:
             if demand.shows(what, layer):
                 return demand
         raise UsageError(
-            f"The policy {self.policy.name} reads {what.name} of layer {layer}, which it has not demanded: add "
+            f"The policy {name_of(self.policy)} reads {what.name} of layer {layer}, which it has not demanded: add "
             f"Demand(See.{what.name}) to its `demands`, with this layer if it names layers."
         )
 

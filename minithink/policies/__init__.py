@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
 from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
-from minithink.kv.contract import Policy
+from minithink.kv.contract import Policy, name_of
 from minithink.kv.policy_errors import explaining
 from minithink.kv.schedule import MOST, Schedule
 from minithink.kv.stack import Stack
@@ -449,17 +449,22 @@ def check_numbers(policy: Policy) -> None:
 
     Raises:
         UsageError: a whole number is too large for 32 bits, beside a budget; a seed has more than 63 bits; another
-            number is infinite or NaN.
+            number is infinite or NaN; a budget that is an option is missing.
     """
+    if "budget" in _fields(type(policy)) and policy.budget is None and Schedule.parse(policy.schedule).grow is None:
+        name = name_of(policy)
+        raise UsageError(
+            f"The policy {name} needs a budget in tokens: give one, as in {type(policy).__name__}(budget=256)."
+        )
     for f in fields(policy):  # type: ignore[arg-type]
         value = getattr(policy, f.name)
         if isinstance(value, float) and not isfinite(value):
-            raise UsageError(f"{policy.name}: {f.name} is {value:g}; it must be a finite number.")
+            raise UsageError(f"{name_of(policy)}: {f.name} is {value:g}; it must be a finite number.")
         if type(value) is not int or f.name == "budget":  # `check_budget` knows the bounds of budgets
             continue
         most = 2**63 - 1 if f.name == "seed" else MOST
         if abs(value) > most:
-            raise UsageError(f"{policy.name}: {f.name} is {quoted(value)}; it must be at most {most:,}.")
+            raise UsageError(f"{name_of(policy)}: {f.name} is {quoted(value)}; it must be at most {most:,}.")
 
 
 def brief(text: str) -> str:

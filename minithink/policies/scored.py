@@ -42,6 +42,7 @@ class Choice:
     places: Tensor  # int32 [Lt, B, Ht]: how many candidates stay
 
     def of_layer(self, layer: int) -> Choice:
+        """The tokens of one layer: masks [B, Ht, S], and lanes [B, Ht]."""
         return Choice(
             due=self.due[layer],
             rows=self.rows,
@@ -97,6 +98,11 @@ class Scored(Policy):
     # -- what all methods share
 
     def decide(self, step: Step) -> Iterator[Edit]:
+        """Evict where lanes are due: of the candidates, all but those with the best scores.
+
+        Raises:
+            UsageError: the policy has no budget or no `score`, or its scores have another form than this demands.
+        """
         due, _ = self.due(step)  # how many tokens each lane may keep counts in `room`
         if not step.any(due):
             return

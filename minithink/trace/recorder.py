@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget
+from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, name_of
 from minithink.kv.manager import KVManager
 from minithink.kv.sizes import UNLIMITED
 from minithink.kv.stack import members
@@ -344,7 +344,7 @@ def _head(manager: KVManager, about: dict[str, Any]) -> Head:
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         scope=shape.scope,
-        policies=[p.name or type(p).__name__ for p in members(manager.policy)],
+        policies=[name_of(p) for p in members(manager.policy)],
         formats=list(storage.formats),
         thoughts=[storage.formats.index(name) for name in storage.thoughts],
         thought_names=list(storage.names),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import minithink
 from minithink.__main__ import COMMANDS, main
 from minithink.cli.commands import Parser, exit_code, finite, integer, location, natural, positive, run
 from minithink.errors import MinithinkError, UsageError
+from minithink.evaluate.__main__ import COMMANDS as evaluate_commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,6 +223,43 @@ def test_help_is_a_whole_paragraph_and_what_a_module_adds(capsys: pytest.Capture
         out = capsys.readouterr().out
         assert said in out
         assert "And how" not in out
+
+
+def help_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints for --help."""
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "--help"])
+    return capsys.readouterr().out
+
+
+def commands_in(text: str) -> list[str]:
+    """The names of the commands that a help lists."""
+    _, _, listed = text.partition("commands (each has --help):\n")
+    return re.findall(r"^  (\w[\w-]*)", listed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_help_is_text_as_it_was_written(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse reads a % in a help as the beginning of a format, and puts its own values there."""
+    own = help_of([name], capsys)
+    others = list(evaluate_commands) if name == "evaluate" else commands_in(own)  # evaluate's help has no list
+    assert bool(others) == (name in ("evaluate", "trace", "calibrate", "analysis", "bench", "models"))
+    for text in [own, *(help_of([name, command], capsys) for command in others)]:
+        assert "option_strings" not in text
+        assert "%%" not in text
+
+
+def test_a_summary_may_have_a_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    class Command:
+        """Keep 50 % rounded up, or 100%."""
+
+        @staticmethod
+        def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+
+    for argv in (["--help"], ["do", "--help"]):
+        with pytest.raises(SystemExit):
+            run("minithink.x", "All.", {"do": Command}, argv)
+        assert "Keep 50 % rounded up, or 100%." in capsys.readouterr().out
 
 
 def test_a_module_says_what_an_interrupt_leaves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -225,11 +225,14 @@ def test_evaluate_says_which_texts_never_opened_their_thinking(model: Path, tmp_
     path = tmp_path / "p.jsonl"
     path.write_text('{"question": "Who?", "answer": "1"}\n{"question": "a", "answer": "1"}\n')
     words = ["--model", str(model), "--dataset", str(path), "--max-new-tokens", "6", "--device", "cpu"]
-    words += ["--policies", "crystal_kv_lite,window", "--budgets", "12", "--temperature", "0"]
+    policies = "crystal_kv,crystal_kv_lite,dynts:ratio=0,window"
+    words += ["--policies", policies, "--budgets", "24", "--temperature", "0"]
     assert evaluate([*words, "--output-dir", str(tmp_path / "out")]) == 0
     err = capsys.readouterr().err
-    assert "2 of 2 texts never opened <think>, so crystal_kv_lite at 12 tokens counts all of each as thinking" in err
-    assert "window at 12 tokens counts" not in err
+    for policy in ("crystal_kv", "crystal_kv_lite", "dynts:ratio=0"):
+        said = f"2 of 2 texts never opened <think>, so {policy} at 24 tokens counts all of each as thinking, and its"
+        assert said in err
+    assert "window at 24 tokens counts" not in err
 
 
 def test_the_command_for_a_missing_calibration_speaks_to_the_model_in_the_same_way(

@@ -4,12 +4,17 @@ tests/evaluate/test_paper.py."""
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from minithink.calibrate import steering
+from minithink.calibrate.__main__ import main as calibrate
 from minithink.errors import MinithinkError
 from minithink.evaluate import datasets, paper, runner
 from minithink.evaluate.__main__ import main
@@ -19,10 +24,15 @@ from minithink.evaluate.papers import TABLES
 from minithink.evaluate.papers.parts import parts_of
 from minithink.evaluate.papers.table import CODE, Column
 from minithink.evaluate.plan import Spec, plan
+from minithink.text.openings import Thought
+from minithink.text.tokenizer import Tokenizer
+from tests.calibrate.run import options as thoughts_words
+from tests.calibrate.run import words_of as calibration_words
 from tests.evaluate.run import options
 from tests.fixtures_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick")
+torch.set_num_threads(1)
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -33,6 +43,52 @@ def random_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     shape = {"architecture": request.param, "head_dim": 16, **fields}
     generation = {"eos_token_id": [0, *range(40, 50)], "temperature": 0.9, "do_sample": True}
     return write_checkpoint(tmp_path_factory.mktemp(request.param) / "model", generation=generation, shape=shape)
+
+
+@pytest.fixture(scope="module")
+def calibrated_model(random_model: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of each, beside which all calibrations lie that the tables need."""
+    folder = tmp_path_factory.mktemp("calibrated") / random_model.parent.name / "model"
+    shutil.copytree(random_model, folder)
+    traces = tmp_path_factory.mktemp("traces")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steering, "found", every_third)
+        assert calibrate(thoughts_words(folder, problems)) == 0
+        assert calibrate(calibration_words("steering", folder, problems)) == 0
+        # A predictor learns from texts that close their thinking and answer rightly.
+        tokenizer = Tokenizer.from_folder(folder)
+        script = [*range(60, 70), *tokenizer.encode("</think>#### 1"), 0]
+        patch.setattr("minithink.sampling.Sampler.sample", playing(script))
+        options = {
+            "targets": "answer",
+            "held_out": 0.4,
+            "epochs": 2,
+            "batch": 2,
+            "micro": 1,
+            "max_new_tokens": len(script),
+            "traces": traces,
+        }
+        assert calibrate(calibration_words("predictor", folder, problems, **options)) == 0
+    return folder
+
+
+def every_third(pieces: list[str], labels: str) -> list[Thought]:
+    """Thoughts of a random model, which writes no blank lines: every third token ends one."""
+    return [Thought(i, i % 2 == 0, "execution") for i in range(2, len(pieces) - 1, 3)]
+
+
+def playing(script: list[int]) -> Any:
+    """A Sampler.sample that draws the same text for every sequence."""
+
+    def sample(self: Any, logits: Tensor, sequences: list[int], positions: list[int]) -> Tensor:
+        begins = vars(self).setdefault("begins", {})
+        drawn = []
+        for sequence, position in zip(sequences, positions, strict=True):
+            first = begins.setdefault(sequence, position)
+            drawn.append(script[position - first])
+        return torch.tensor(drawn)
+
+    return sample
 
 
 def command(table: str, *positional: Any, **changed: Any) -> list[str]:
@@ -212,6 +268,34 @@ def test_rows_that_need_no_calibration_run_without_one(
     assert main([*words, "--rows", rows.lower()]) == 0
     names = {row.policy: row.name for row in TABLES[table].columns[0].rows}
     assert [names[r.policy] for r in read(tmp_path / dataset).records] == rows.split(",")
+
+
+@pytest.mark.parametrize(
+    ("table", "dataset", "policies"),
+    [
+        ("thinkv-table1", "AIME24", ("thinkv",)),
+        ("skipkv-table1", "GSM8K", ("seal", "skipkv")),
+        ("dynts-table1-qwen", "AIME24", ("dynts",)),
+    ],
+)
+def test_rows_that_need_a_calibration_run_with_it(
+    table: str,
+    dataset: str,
+    policies: tuple[str, ...],
+    calibrated_model: Path,
+    problems: Path,
+    tmp_path: Path,
+) -> None:
+    """All rows of a table, on every architecture."""
+    changed = {"num_samples": 1, "limit": 2, "budgets": 96}
+    words = command(table, calibrated_model, f"{dataset}={problems}", tmp_path, **changed)
+    assert main(words) == 0
+    records = read(tmp_path / dataset).records
+    column = TABLES[table].columns[0]
+    rows = [row.policy.partition(":")[0] for row in column.scaled or column.rows]
+    assert [r.policy.partition(":")[0] for r in records] == [name for name in rows for _ in range(2)]
+    assert all(r.generated_tokens > 0 for r in records)
+    assert set(policies) <= set(rows)
 
 
 def test_the_papers_numbers_stand_beside_those_of_the_run(

@@ -15,13 +15,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from minithink.errors import UsageError
+from minithink.errors import MinithinkError, UsageError
 from minithink.kv.checks import declared, yielded
 from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
+from minithink.kv.policy_errors import explaining
+from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.model import Rope
+from minithink.policies.scored import Scored
+from minithink.policies.window import Window
 from tests.kv.run import Cut, feed, kept, manager_for
 from tests.strategies import example_config, random_decoder
 
@@ -173,6 +177,27 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
         r"a demand is <See.MASS: 1>, and it must be an object such as Demand\(See.MASS\)",
     ),
     "a class of demands": ({"demands": (Demand,)}, "a demand is <class .*Demand'>, and it must be an object"),
+    "a text for what a demand is for": (
+        {"demands": (Demand(cast(Any, "mass")),)},
+        r"Demand.what is 'mass', and it must be one of See, as in Demand\(See.MASS\)",
+    ),
+    "a demand for nothing": ({"demands": (Demand(See(0)),)}, "Demand.what is <See: 0>, and it must be one of See"),
+    "a demand of all layers": (
+        {"demands": (Demand(See.MASS, layers=cast(Any, "all")),)},
+        r"Demand.layers is 'all', and it must be a frozenset of layers, or None \(all layers\)",
+    ),
+    "a demand of one layer": ({"demands": (Demand(See.MASS, layers=cast(Any, 1)),)}, "Demand.layers is 1, and"),
+    "a demand of half a layer": (
+        {"demands": (Demand(See.MASS, layers=frozenset({cast(Any, 0.5)})),)},
+        "a layer of Demand.layers is 0.5, and it must be a whole number",
+    ),
+    "a word for the prompt": (
+        {"demands": (Demand(See.MASS, prompt=cast(Any, "no")),)},
+        "Demand.prompt is 'no', and it must be True or False",
+    ),
+    "a text of a budget": ({"budget": "8"}, "budget is '8', and it must be a whole number of tokens"),
+    "no room beside": ({"beside": None}, "beside is None, and it must be a whole number of tokens"),
+    "a word for protection": ({"protect_prompt": "yes"}, "protect_prompt is 'yes', and it must be True or False"),
     "storage": ({"storage": "fp8"}, "storage is 'fp8', and it must be a Storage"),
     "budget": ({"budget": 0.5}, "budget is 0.5, and it must be a whole number of tokens"),
     "a true budget": ({"budget": True}, "budget is True"),
@@ -193,6 +218,35 @@ def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
             Stack([Cut(9), policy])
     else:
         assert re.search(said, refused(policy))
+
+
+LAYERS: dict[str, tuple[Demand, str]] = {
+    "far above": (Demand(See.MASS, layers=frozenset({1, 99})), "Demand.layers is 99, and it must be from 0 to 1"),
+    "the number of layers": (Demand(See.HIDDEN, layers=frozenset({2})), "is 2, and it must be from -1 to 1"),
+    "the final norm": (Demand(See.MASS, layers=frozenset({-1})), "is -1, and it must be from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("cache", ["plain", "pages"])
+@pytest.mark.parametrize("case", LAYERS)
+def test_a_demand_about_a_layer_that_the_model_does_not_have_is_refused(case: str, cache: str) -> None:
+    """Also in a stack, and where the policy learns in its `setup` which layers it looks at."""
+    demand, said = LAYERS[case]
+    alone = Mine(lambda step: (), demands=(demand,))
+    stacked = Stack([Cut(9), Mine(lambda step: (), demands=(demand,))])
+    late = Mine(lambda step: ())
+    late.setup = lambda shape: setattr(late, "demands", (demand,))  # type: ignore[method-assign]
+    for policy in (alone, stacked, late):
+        with pytest.raises(UsageError, match=f"The policy mine: .*{said}"):
+            manager_of(policy, cache)
+    assert until_refused(Mine(lambda step: (), demands=(Demand(See.HIDDEN, layers=frozenset({-1, 1})),)), cache) == ""
+
+
+@pytest.mark.parametrize("number", ["2", 1.5, True, None, 0])
+def test_numbers_of_a_demand_are_whole(number: Any) -> None:
+    for fields in ({"every": number}, {"rows": number}):
+        with pytest.raises(UsageError, match="both must be whole numbers of at least 1"):
+            Demand(See.MASS, **fields)
 
 
 class Still(Policy):
@@ -251,13 +305,17 @@ class Lax(Cut):
         yield Evict((column < self.evicts).expand(step.pos().shape))
 
 
-def until_refused(policy: Policy, cache: str) -> str:
-    """The sentence with which a run of 40 tokens under this policy ends; "": it does not."""
+def manager_of(policy: Policy, cache: str) -> Any:
+    """A cache for three sequences of 40 tokens."""
     if cache == "plain":
         rope = Rope(DECODER.config)
-        manager: Any = PlainCache(DECODER.config, rope, policy, rows=ROWS, tokens=40, dtype=DECODER.embed.dtype)
-    else:
-        manager = manager_for(DECODER, policy, rows=ROWS, tokens=40, columns="fit" if cache == "graphs" else None)
+        return PlainCache(DECODER.config, rope, policy, rows=ROWS, tokens=40, dtype=DECODER.embed.dtype)
+    return manager_for(DECODER, policy, rows=ROWS, tokens=40, columns="fit" if cache == "graphs" else None)
+
+
+def until_refused(policy: Policy, cache: str) -> str:
+    """The sentence with which a run of 40 tokens under this policy ends; "": it does not."""
+    manager = manager_of(policy, cache)
     try:
         for seq in range(ROWS):
             manager.join(seq, 40, 6)
@@ -504,3 +562,57 @@ def test_an_unknown_format_is_refused_when_it_is_declared() -> None:
 def test_a_policy_without_a_name_is_called_by_its_class() -> None:
     with pytest.raises(UsageError, match="The policy Mine: slack is -1"):
         declared(Mine(lambda step: (), name="", slack=-1))
+
+
+class Nameless(Mine):
+    """Its class gives itself no name, as one that is written in a notebook."""
+
+    name = ""
+
+
+class NamelessSteers(Nameless):
+    def steer(self, step: Step, layer: int, hidden: Tensor) -> Any:
+        return None
+
+
+class NamelessScores(Scored):
+    budget = 3
+
+    def score(self, step: Step, layer: int, choice: Any) -> Any:
+        return "best"
+
+
+def mass_of(step: Step) -> list[Evict]:
+    step.mass(0)
+    return []
+
+
+def fail(step: Step) -> list[Evict]:
+    raise KeyError("seven")
+
+
+NAMELESS: dict[str, Policy] = {
+    "a bare mask": Nameless(mask),
+    "no edit": Nameless(one(mask)),
+    "a mask of another shape": Nameless(one(lambda step: Evict(mask(step, 6)))),
+    "what it has not demanded": Nameless(mass_of),
+    "a number of tokens": Nameless(lambda step: (), budget=0),
+    "a protected prompt": Nameless(lambda step: (), budget=3, protect_prompt=True),
+    "steering": NamelessSteers(lambda step: ()),
+    "an error of its own": Nameless(fail),
+    "a score": NamelessScores(),
+    "a stack": Stack([Window(budget=4, protect_prompt=True), Nameless(lambda step: (), budget=3)]),
+}
+
+
+@pytest.mark.parametrize("case", NAMELESS)
+def test_messages_about_a_policy_without_a_name_say_its_class(case: str) -> None:
+    policy = NAMELESS[case]
+
+    @explaining()
+    def tried() -> None:
+        check_budget(policy, 6)
+        run(policy)
+
+    with pytest.raises(MinithinkError, match=r"\bNameless(Steers|Scores)?\b"):
+        tried()

@@ -131,3 +131,22 @@ def test_the_class_of_a_policy_is_no_policy(engine: Engine) -> None:
         generate(engine, Loud)
     with pytest.raises(UsageError, match=r"^The policy is 256: give a text, as in rkv:budget=256, or an object\.$"):
         generate(engine, 256)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("budget", "8"), ("budget", [8]), ("slack", "3"), ("schedule", 3), ("storage", "fp8")]
+)
+def test_what_an_object_declares_is_checked_before_it_is_used(engine: Engine, field: str, value: Any) -> None:
+    """Sizes are computed before there is a cache, and would fail on a text."""
+    policy = Window(budget=8)
+    setattr(policy, field, value)
+    with pytest.raises(UsageError, match=rf"^The policy window: {field} is .*, and it must be a "):
+        generate(engine, policy)
+
+
+def test_an_object_whose_budget_is_an_option_needs_one(engine: Engine) -> None:
+    """As the text does. A `decide` that does not ask which lanes are due would evict nothing, silently."""
+    said = r"^The policy loud needs a budget in tokens: give one, as in Loud\(budget=256\)\.$"
+    with pytest.raises(UsageError, match=said):
+        generate(engine, Loud(budget=None))
+    generate(engine, Loud(budget=None, schedule="sawtooth:9/5"))  # which says what lanes may grow to
