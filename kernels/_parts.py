@@ -166,13 +166,15 @@ def _merge(
     FEW: tl.constexpr,
     MANY: tl.constexpr,
     ROTATED: tl.constexpr,
+    SATURATED: tl.constexpr,
 ):
     """out = Σ_i exp2(lse_i − lse)·out_i, lse = log2 Σ_i exp2(lse_i), over the used parts of a query head; 0 for a
     lane without tokens.
 
     A format has room for `in_format` parts, and uses as many as its tokens fill. The ring comes last and has one.
     p_count, FORMATS: as in `_attend`. FEW, MANY: parts that are taken at once, of any format; FEW if this is enough.
-    ROTATED: the parts are TurboQuant's, and their sum is rotated back.
+    ROTATED: the parts are TurboQuant's, and their sum is rotated back. SATURATED: numbers that float16 cannot hold
+    become its largest, because TurboQuant's may be larger than those that it was given; NaN stays NaN.
     The order of the sum depends on the lane's own length, never on the lengths of other lanes.
     """
     i_head = tl.program_id(0).to(tl.int64)
@@ -198,8 +200,9 @@ def _merge(
     out = acc / tl.where(total > 0, total, 1.0)
     if ROTATED:
         out = tl.reshape(rotate_back(tl.reshape(out, (1, BLOCK_D))), (BLOCK_D,))
-    if p_out.dtype.element_ty == tl.float16:  # TurboQuant's numbers may be larger than those that it was given
-        out = tl.minimum(tl.maximum(out, -LARGEST_FP16), LARGEST_FP16)
+    if SATURATED:
+        out = tl.maximum(out, -LARGEST_FP16, propagate_nan=tl.PropagateNan.ALL)
+        out = tl.minimum(out, LARGEST_FP16, propagate_nan=tl.PropagateNan.ALL)
     tl.store(p_out + i_head * C.dim + channel, out, channel < C.dim)
     tl.store(p_lse + i_head, top + tl.log2(total))
 
@@ -247,6 +250,7 @@ def merge(
     c: Cache,
     formats: int,
     rotated: bool,
+    saturated: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Launch `_merge`.
@@ -262,6 +266,7 @@ def merge(
         c: from `in_parts`.
         formats: formats that lists are sorted by, 0 without.
         rotated: whether the parts are to be rotated back. D is then a power of two.
+        saturated: whether numbers that `dtype` cannot hold become its largest, where it is float16.
         dtype: of `out`.
 
     Returns:
@@ -288,6 +293,7 @@ def merge(
         FEW=MERGED[0],
         MANY=MERGED[1],
         ROTATED=rotated,
+        SATURATED=saturated and dtype == torch.float16,
         num_warps=MERGING[n * c.kv_heads >= MANY_LANES],
         **({"launch_pdl": True} if c.overlap else {}),
     )
@@ -300,9 +306,12 @@ def variants() -> Iterator[Variant]:
     signature = dict.fromkeys(("p_parts", "p_part_lse", "p_lse"), "*fp32") | {"p_out": "*bf16"}
     signature |= {"p_rows": "*i64", "p_count": "*i32"}
     signature |= dict.fromkeys(("table_layer", "parts", "in_format", "rows"), "i32")
-    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1], "ROTATED": False}
+    constexprs = {"C": c, "FORMATS": 0, "BLOCK_D": 128, "FEW": MERGED[0], "MANY": MERGED[1]}
+    constexprs |= {"ROTATED": False, "SATURATED": False}
     yield Variant(_merge, signature, constexprs)
     for warps in MERGING:
         yield Variant(_merge, signature, constexprs | {"ROTATED": True}, {"num_warps": warps})
+    half = {**signature, "p_out": "*fp16"}
+    yield Variant(_merge, half, constexprs | {"ROTATED": True, "SATURATED": True})
     yield Variant(_merge, signature, constexprs | {"FORMATS": 2}, {"num_warps": MERGING[1]})
     yield Variant(_merge, signature, constexprs | {"C": c._replace(overlap=True)}, {"launch_pdl": True}, 90)

@@ -621,7 +621,7 @@ def paged_attention(
     # What the launches write: the parts, and what `_mass.py` needs of the logits.
     rotated = [is_rotated(one.values.kind) for one in work]
     back_at_once = rotated == [True]  # the sum of the parts; else each of these formats by itself
-    # Whole formats are rotated back, also parts that nothing has written.
+    # Whole formats are rotated back, also parts that nothing has written: initcheck would report those.
     new_part = q.new_zeros if any(rotated) and not back_at_once else q.new_empty
     part = new_part(n, heads, parts, dim, dtype=torch.float32)
     part_lse = q.new_empty(n, heads, parts, dtype=torch.float32)
@@ -694,6 +694,7 @@ def paged_attention(
         c=constants,
         formats=several,
         rotated=back_at_once,
+        saturated=any(rotated),
         dtype=q.dtype,
     )
     if group is None:

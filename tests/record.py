@@ -17,6 +17,7 @@ import pytest
 
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 FAILURES = ("failed", "error")
+HOW = ("-n", "--dist", "--durations")  # options of pytest that have a value, and choose no tests
 
 
 def write(name: str, reporter: Any, examples: str, interrupted: bool = False) -> None:
@@ -66,7 +67,7 @@ def exists(file: str, reporter: Any) -> bool:
 
 
 def parts(earlier: list[dict[str, Any]], command: str, reporter: Any, interrupted: bool) -> list[dict[str, Any]]:
-    """The runs that a record was made of: this one, and the earlier ones of other paths."""
+    """The runs that a record was made of: this one, and the earlier ones of other tests."""
     totals = {outcome: len(reporter.stats[outcome]) for outcome in OUTCOMES if outcome in reporter.stats}
     began = getattr(reporter, "_sessionstarttime", None)
     if began is None:  # pytest 8.4 and newer
@@ -74,12 +75,17 @@ def parts(earlier: list[dict[str, Any]], command: str, reporter: Any, interrupte
     here = {"command": command, "seconds": round(time.time() - began), **totals}
     if interrupted:
         here["interrupted"] = True
-    return [*(part for part in earlier if paths_of(part["command"]) != paths_of(command)), here]
+    return [*(part for part in earlier if tests_of(part["command"]) != tests_of(command)), here]
 
 
-def paths_of(command: str) -> list[str]:
-    """The files and folders that a command names."""
-    return [word for word in command.split() if word.startswith("tests")]
+def tests_of(command: str) -> list[str]:
+    """A command without the options that decide how tests run, and not which."""
+    words = command.split()
+    for option in HOW:
+        while option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return words
 
 
 def count(stats: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:

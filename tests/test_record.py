@@ -71,8 +71,11 @@ def test_a_record_grows_part_by_part(tmp_path: Any, monkeypatch: pytest.MonkeyPa
     assert [part["command"] for part in result["parts"]] == ["pytest -n 2", "pytest tests"]
     assert [(part["passed"], part.get("failed")) for part in result["parts"]] == [(2, 1), (2, None)]
     assert result["complete"]
-    record.write("gpu-tests", reporter(tmp_path, ["-v", "tests"], mended), "the profile ci")  # the same tests again
-    assert [part["command"] for part in result_files.read(path)["parts"]] == ["pytest -n 2", "pytest -v tests"]
+    # The same tests again, and some of them.
+    record.write("gpu-tests", reporter(tmp_path, ["-n", "4", "tests"], mended), "the profile ci")
+    assert [part["command"] for part in result_files.read(path)["parts"]] == ["pytest -n 2", "pytest -n 4 tests"]
+    record.write("gpu-tests", reporter(tmp_path, ["tests", "-k", "six"], mended), "the profile ci")
+    assert len(result_files.read(path)["parts"]) == 3
 
 
 def test_an_interrupted_part_leaves_the_record_incomplete(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,7 @@ def filled(
 
     def values(n: int, most: int) -> tuple[Tensor, Tensor]:
         x = torch.randn(2, n, most, kv_heads, dim, generator=generator) * spread
+        x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
         return tuple(x.to(DEVICE, dtype).unbind())  # type: ignore[return-value]
 
     def drop() -> None:

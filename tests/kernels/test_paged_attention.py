@@ -272,11 +272,21 @@ def test_integers_beyond_half_precision_stay_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tq4", "tq3", "thoughts-rotated"])
-def test_rotated_values_beyond_half_precision_stay_finite(name: str) -> None:
+def test_rotated_values_beyond_half_precision_saturate(name: str) -> None:
     """Levels times a scale are larger than the numbers that they stand for, which a float16 model can just hold."""
-    store = filled(STORAGES[name], "head", [70, 33], dtype=torch.float16, steps=3, seed=1, spread=1e5)
+    store = filled(STORAGES[name], "head", [1, 12], dtype=torch.float16, steps=0, keep=1.0, seed=1, spread=1e7)
     out, _ = paged_attention(torch.zeros(2, 4, 64, device=DEVICE, dtype=torch.float16), Reading(store), 0)
     assert out.isfinite().all()
+    assert out[0].abs().max() > 6e4  # a single token: its own value
+
+
+@pytest.mark.parametrize("name", ["plain", "tq4"])
+def test_nan_is_not_hidden(name: str) -> None:
+    """Saturated or not: what is no number is told from its sequence's tokens."""
+    store = filled(STORAGES[name], "head", [70, 33], dtype=torch.float16, steps=3, seed=1)
+    q = torch.full((2, 4, 64), torch.nan, device=DEVICE, dtype=torch.float16)
+    out, _ = paged_attention(q, Reading(store), 0)
+    assert out.isnan().all()
 
 
 def test_values_that_lag_are_refused() -> None:

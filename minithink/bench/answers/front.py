@@ -313,18 +313,17 @@ def said_first(result: Result) -> list[str]:
     significant, as a list."""
     settings = result["settings"]
     ranked = [row for row in result["measurements"] if not row["lacks"]]
-    legend = [LEGEND, ""] if any(row.get("changed") for row in ranked) else []
-    return [
+    said = [
         f"On **{result['model']}** (weights `{result['weights']}`), {settings['limit']} {settings['split']} problems "
         f"of each of {', '.join(code(family) for family in result['families'])}:",
         "",
         f"* **When bytes count**: {said_of_bytes(ranked)}",
         f"* **When tokens count**: {said_of_tokens(ranked)}",
-        f"* **When neither is known**: {said_of_neither(ranked)}",
+        f"* **When it is not known which of them counts**: {said_of_neither(ranked)}",
         f"* **What is significant**: {said_of_significance(ranked, result['beside'], result['ranked'])}",
         "",
-        *legend,
     ]
+    return [*said, LEGEND, ""] if any(CHANGED in line for line in said) else said
 
 
 def named(row: Row) -> str:
@@ -378,15 +377,16 @@ def said_of_tokens(ranked: Sequence[Row]) -> str:
 
 
 def said_of_neither(ranked: Sequence[Row]) -> str:
-    """Of what keeps all tokens, the row with the fewest bytes that is not significantly below the full cache."""
+    """Of what keeps all tokens, the row with the fewest bytes whose interval lies near the full cache's answers."""
     whole = [row for row in ranked if row["budget"] is None and FULL in row["tests"]]
-    near = [row for row in whole if row["tests"][FULL]["less"] > 0 or row["tests"][FULL]["corrected"] > LEVEL]
+    near = [row for row in whole if row["tests"][FULL]["less_low"] >= -transfer.EQUAL]
+    points = f"{100 * transfer.EQUAL:g} points"
     if not near:
-        return "nothing that keeps all tokens is as right as the full cache, so far as it was measured."
+        return f"of nothing that keeps all tokens it is shown that it is at most {points} below the full cache."
     best = min(near, key=lambda row: row["of_full"])
     less, low, high = (100 * best["tests"][FULL][name] for name in ("less", "less_low", "less_high"))
     return (
-        f"{marked(best)} has the fewest bytes of what is not significantly below the full cache "
+        f"{marked(best)} has the fewest bytes of what is at most {points} below the full cache by its whole interval "
         f"({percent(best['right'])} right, {less:+.1f} points, {low:+.1f} to {high:+.1f}, with "
         f"{percent(best['of_full'])} of the bytes)."
     )

@@ -11,6 +11,7 @@ Shapes:
     llama-8b        random weights in the shape of R1-Distill-Llama-8B, bfloat16, random prompts: single decoding
                     steps, ours as the engine runs them, beside the time that reading the weights and the cache takes
                     at the least. With --policy the sequences are spread over its cycle (`steady.py`).
+    smollm2-135m    the same in the shape of SmolLM2-135M
 
 The two sides take turns, and they take turns to begin, so that a machine that slows down slows both.
 A ratio is ours / theirs in tokens per second: above 1, minithink is faster.
@@ -34,7 +35,7 @@ from torch import Tensor
 
 from minithink.bench.speed.clock import Deadline, in_turns, timed, wait
 from minithink.bench.speed.peer import CACHES, Peer, Theirs, transformers
-from minithink.bench.speed.steady import LLAMA, Ours, RandomModel, Settings, Steady
+from minithink.bench.speed.steady import CONFIGS, Ours, RandomModel, Settings, Steady
 from minithink.cli.commands import positive
 from minithink.engine import TINY, Engine, load
 from minithink.errors import MinithinkError, UsageError, counted
@@ -48,7 +49,7 @@ CLOSE = {torch.float32: 2e-4, torch.bfloat16: 0.5}
 FAR = 0.2  # of the logits' own spread: two bfloat16 passes of the same random model differ by less
 QUESTION = 32  # tokens at the end of a prompt that cutting spares: what is asked
 BLOCK = 16  # steps of one side before it is the other's turn
-SHAPES = ("embedded", "embedded-steps", "llama-8b")
+SHAPES = ("embedded", "embedded-steps", "llama-8b", "smollm2-135m")
 NUMBERS = ("threads", "prompt_tokens", "new_tokens", "repeats", "context", "steps")
 
 
@@ -137,7 +138,7 @@ def _side(shape: str, device: torch.device, args: argparse.Namespace) -> Embedde
     if shape == "embedded":
         return Embedded(device, args.peer)
     engine = load("tiny", device=device.type, dtype="bfloat16") if shape == "embedded-steps" else None
-    model = RandomModel(engine.config if engine else LLAMA, device, torch.bfloat16, engine)
+    model = RandomModel(engine.config if engine else CONFIGS[shape], device, torch.bfloat16, engine)
     return Single(model, args.peer and engine is None and args.policy is None)
 
 

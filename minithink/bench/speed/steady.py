@@ -63,6 +63,20 @@ LLAMA = ModelConfig(
 )
 CONFIGS = {
     "llama-8b": LLAMA,
+    "smollm2-135m": replace(
+        LLAMA,
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_position=8192,
+        rope_theta=100000.0,
+        rope=RopeScaling(),
+        tie_embeddings=True,
+    ),
     "tiny": replace(
         LLAMA,
         vocab_size=97,
