@@ -9,7 +9,6 @@ import ast
 import base64
 import importlib.util
 import io
-import os
 import re
 import subprocess
 import sys
@@ -115,10 +114,10 @@ def test_first_cell_looks_for_minithink(script: Path) -> None:
     assert first_code(script) == first_code(SCRIPTS[0])
 
 
-def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run the first cell → the commands that it would give to the shell."""
-    commands: list[str] = []
-    monkeypatch.setattr(os, "system", commands.append)
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Run the first cell → the commands that it would run."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "check_call", commands.append)
     exec(first_code(SCRIPTS[0]), {})
     return commands
 
@@ -127,13 +126,20 @@ def test_first_cell_installs_nothing_that_is_there(monkeypatch: pytest.MonkeyPat
     assert installed(monkeypatch) == []
 
 
-def test_first_cell_installs_the_checkout_or_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The checkout is the current folder, as for a script, or the one above it, as for a notebook."""
+def test_first_cell_installs_the_checkout_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checkout is the current folder, as for a script, or the one above it, as for a notebook. No package of that
+    name is fetched, as none is published."""
     monkeypatch.setitem(sys.modules, "minithink", None)  # now it can't be imported
     (tmp_path / "checkout" / "tutorials").mkdir(parents=True)
-    for folder, wanted in (("checkout", "."), ("checkout/tutorials", ".."), (".", "minithink")):
+    (tmp_path / "checkout" / "minithink").mkdir()
+    (tmp_path / "checkout" / "minithink" / "engine.py").touch()
+    for folder, wanted in (("checkout", "."), ("checkout/tutorials", "..")):
         monkeypatch.chdir(tmp_path / folder)
-        assert installed(monkeypatch) == [f"python -m pip install -q '{wanted}[tutorials]'"]
+        command = [sys.executable, "-m", "pip", "install", "-q", "-e", f"{wanted}[tutorials]"]
+        assert installed(monkeypatch) == [command]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="Clone minithink's repository first"):
+        installed(monkeypatch)
 
 
 def test_says_three_things_to_remember_before_the_exercises(script: Path) -> None:

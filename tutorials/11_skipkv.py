@@ -21,11 +21,14 @@
 # %%
 try:
     import minithink
-except ImportError:  # a new machine, as in Colab: install the checkout around this notebook, or else the package
+except ImportError:  # a new machine: install the checkout around this notebook
     import os
+    import subprocess
+    import sys
 
-    root = next((path for path in (".", "..") if os.path.isdir(f"{path}/tutorials")), "minithink")
-    os.system(f"python -m pip install -q '{root}[tutorials]'")
+    root = next((path for path in (".", "..") if os.path.isfile(f"{path}/minithink/engine.py")), None)
+    assert root, "Clone minithink's repository first, and open this notebook in its folder tutorials."
+    subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", "-e", f"{root}[tutorials]"])
 
 # %%
 import matplotlib.pyplot as plt

@@ -341,8 +341,8 @@ def test_a_format_is_advised_if_its_whole_interval_is_near_the_full_cache(tmp_pa
     said = front.said_first(result_of(runs, tmp_path))[4]
     assert said == (
         f"* **When it is not known which of them counts**: `{FORMAT}` has the fewest bytes of what is at most "
-        "5 points below the full cache by its whole interval (100.0 % right, +0.0 points, +0.0 to +0.0, with 30.0 % of "
-        "the bytes)."
+        "5 points below the full cache by its whole interval (100.0 % right, +0.0 points, +0.0 to +0.0, with 30.0 % "
+        "of the bytes)."
     )
 
 
