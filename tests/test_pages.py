@@ -24,8 +24,6 @@ PAGES = [
 ]
 METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
 FIRST_SCREEN = 40  # lines
-WORDS_A_MINUTE = 220
-LONGEST_MINUTES = 10
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
 
 
@@ -36,15 +34,6 @@ def test_every_test_that_a_page_names_exists(page: Path) -> None:
         assert path.is_file(), f"{page} names {file}, which is missing"
         tests = re.findall(r"^def (test_\w+)\(", path.read_text("utf-8"), re.MULTILINE)
         assert name in tests, f"{page} names {name}, which {file} has not"
-
-
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.stem)
-def test_a_page_is_read_in_ten_minutes(page: Path) -> None:
-    """Its tables are not counted, because nobody reads them row by row. Appendices may be longer."""
-    lines = page.read_text("utf-8").splitlines()
-    words = sum(len(line.split()) for line in lines if not line.startswith("|"))
-    minutes = words / WORDS_A_MINUTE
-    assert minutes <= LONGEST_MINUTES, f"{page.name} has {words:,} words outside of its tables"
 
 
 def test_claims_about_the_cache_name_their_tests() -> None:
