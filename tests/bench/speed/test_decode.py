@@ -14,10 +14,11 @@ from minithink.bench.speed import decode
 from minithink.bench.speed.clock import Deadline
 from minithink.bench.speed.decode import Single, make_prompts, same_tokens
 from minithink.bench.speed.peer import CHUNK
-from minithink.bench.speed.steady import RandomModel
+from minithink.bench.speed.steady import CONFIGS, RandomModel
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import load
 from minithink.errors import UsageError
+from minithink.model import Decoder
 from minithink.results import record
 
 TINY = ["decode", "--threads", "1", "--prompt-tokens", "64", "--new-tokens", "8", "--repeats", "1"]
@@ -147,3 +148,9 @@ def test_the_time_budget_leaves_out_what_comes_too_late(tmp_path: Path, monkeypa
 def test_a_missing_gpu_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["decode", "--device", "cuda"]) == 2
     assert "torch finds no CUDA device" in capsys.readouterr().err
+
+
+def test_the_shape_of_smollm2_has_its_parameters() -> None:
+    with torch.device("meta"):
+        decoder = Decoder(CONFIGS["smollm2-135m"])
+    assert sum(p.numel() for p in decoder.parameters()) == 134_515_008  # its card's 135 million
