@@ -586,7 +586,7 @@ class Engine:
         otherwise. Nothing is checked for other policies."""
         for member in members(policy):
             if member.calibration == files.FORESIGHT:
-                files.check_draws(member.name, self.calibration(files.FORESIGHT), drawing, prompts)
+                files.check_draws(name_of(member), self.calibration(files.FORESIGHT), drawing, prompts)
 
     @explaining()
     def try_out(self, policy: Policy) -> None:

@@ -72,7 +72,7 @@ from torch import Tensor
 from minithink.cli.commands import Parser, exit_code, location
 from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted, unwritable
-from minithink.kv.contract import Policy, See
+from minithink.kv.contract import Policy, See, name_of
 from minithink.kv.plain import PlainCache, PlainStep
 from minithink.kv.policy_errors import explaining
 from minithink.kv.stack import members
@@ -361,7 +361,7 @@ def at_positions(x: Tensor, pos: Tensor, there: Tensor, nothing: Tensor) -> Tens
 
 def options_of(policy: Policy) -> dict[str, Any]:
     """The name and all options of a policy."""
-    options: dict[str, Any] = {"name": policy.name}
+    options: dict[str, Any] = {"name": name_of(policy)}
     if is_dataclass(policy):
         options |= asdict(policy)
     return options

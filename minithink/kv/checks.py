@@ -34,15 +34,12 @@ EDITS = tuple(kind.__name__ for kind in get_args(Edit))
 
 
 def declared(policy: Policy) -> None:
-    """Check what a policy says of itself before anything runs. If its class has no name, it gets that of the class,
-    for the messages of its own methods.
+    """Check what a policy says of itself before anything runs. The policy stays as it is.
 
     Raises:
         UsageError: scope, demands, storage, a number, a switch or schedule are not what the contract asks for, or
             the policy has a budget and no `decide` that could keep to it.
     """
-    if not policy.name:
-        policy.name = name_of(policy)  # type: ignore[misc]  # of this object, as a stack has one
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
     demanded(policy)

@@ -386,13 +386,20 @@ class Model(Protocol):
         """
 
 
+class _NameOfClass:
+    """The name of a policy whose class gives itself none: that of the class."""
+
+    def __get__(self, policy: Policy | None, cls: type[Policy]) -> str:
+        return cls.__name__
+
+
 class Policy:
     """What stays in the cache, and in what form. Subclasses are dataclasses; their fields are hyperparameters.
 
     Between steps a lane holds at most budget + slack tokens (where `exempt_answer`: not counting the answer's).
     """
 
-    name: ClassVar[str] = ""
+    name: ClassVar[str] = _NameOfClass()  # type: ignore[assignment]  # whoever reads it gets a text
     summary: ClassVar[str] = ""  # one line, for --list-policies
     # Whether `due`, `decide` and `steer` can be captured as CUDA graphs; that of `decide` sees only the rows that are
     # due. If True:
@@ -591,7 +598,7 @@ class Policy:
 
 
 def name_of(policy: Policy) -> str:
-    """The name of a policy for messages and reports: that of its class, where this gives itself no `name`."""
+    """The name of a policy for messages and reports: that of its class, where its own is an empty text."""
     return policy.name or type(policy).__name__
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,7 +18,18 @@ from torch import Tensor
 
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.checks import declared, yielded
-from minithink.kv.contract import Demand, Evict, OpenSegment, Policy, Requantize, See, SetBudget, Step, Storage
+from minithink.kv.contract import (
+    Demand,
+    Evict,
+    OpenSegment,
+    Policy,
+    Requantize,
+    See,
+    SetBudget,
+    Step,
+    Storage,
+    name_of,
+)
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
@@ -582,6 +594,46 @@ class NamelessScores(Scored):
         return "best"
 
 
+class NamelessScored(Scored):
+    budget = 3
+
+
+@dataclass(frozen=True)
+class Frozen(Scored):
+    """Cannot be written to."""
+
+    budget: int | None = 6
+
+    def score(self, step: Step, layer: int, choice: Any) -> Tensor:
+        return step.pos(layer).float()
+
+
+class ReadOnly(Mine):
+    """Has an empty name that cannot be written to."""
+
+    name = property(lambda self: "")  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("policy", [Frozen(), ReadOnly(lambda step: ()), NamelessScores()])
+def test_checks_leave_a_policy_as_it_is(policy: Policy) -> None:
+    before = dict(vars(policy))
+    declared(policy)
+    Stack([policy])
+    assert vars(policy) == before
+
+
+@pytest.mark.parametrize("policy", [Frozen(), ReadOnly(lambda step: ())])
+def test_a_policy_that_cannot_be_written_to_runs(policy: Policy) -> None:
+    run(policy)
+    run(Stack([policy, Window(budget=6)]))
+
+
+def test_a_class_that_gives_itself_no_name_has_that_of_its_own() -> None:
+    assert NamelessScores.name == NamelessScores().name == "NamelessScores"
+    assert name_of(ReadOnly(lambda step: ())) == "ReadOnly"
+    assert Stack([Frozen(), Window(budget=6)]).name == "Frozen+window"
+
+
 def mass_of(step: Step) -> list[Evict]:
     step.mass(0)
     return []
@@ -601,6 +653,7 @@ NAMELESS: dict[str, Policy] = {
     "steering": NamelessSteers(lambda step: ()),
     "an error of its own": Nameless(fail),
     "a score": NamelessScores(),
+    "no score": NamelessScored(),
     "a stack": Stack([Window(budget=4, protect_prompt=True), Nameless(lambda step: (), budget=3)]),
 }
 
@@ -614,5 +667,5 @@ def test_messages_about_a_policy_without_a_name_say_its_class(case: str) -> None
         check_budget(policy, 6)
         run(policy)
 
-    with pytest.raises(MinithinkError, match=r"\bNameless(Steers|Scores)?\b"):
+    with pytest.raises(MinithinkError, match=r"\bNameless(Steers|Scores|Scored)?\b"):
         tried()
