@@ -39,7 +39,7 @@ from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
-from minithink.policies import POLICIES, check_numbers, load_installed, parse
+from minithink.policies import POLICIES, check_given_budget, check_numbers, load_installed, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
@@ -548,7 +548,8 @@ class Engine:
 
         Raises:
             MinithinkError: as in `calibration`.
-            UsageError: what the policy declares, one of its numbers, or its calibration makes no sense.
+            UsageError: what the policy declares, one of its numbers, or its calibration makes no sense, or it needs a
+                budget and has none.
         """
         for member in members(policy):
             checks.declared(member)
@@ -569,6 +570,7 @@ class Engine:
             if is_dataclass(member):
                 check_numbers(member)
             member.bind(self.loaded)
+            check_given_budget(member)
             caution = member.caution(shape)
             if caution:
                 self.cautions.add(caution)

@@ -868,6 +868,7 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
         (model, "rkv", {}, "needs a budget in tokens: give a budget"),
         (model, 3, {}, "The policy is 3: give a text"),
         (model, Window(budget=cast(Any, "8")), {}, "The policy window: budget is '8', and it must be a whole number"),
+        (model, Window(), {}, r"The policy window needs a budget in tokens: give one, as in Window\(budget=256\)"),
         (model, "full", {"max_length": 0}, "max_length is 0"),
         (model, "full", {"folder": "nowhere"}, "The folder nowhere does not exist"),
         (model, "full", {"tokenizer": 3}, "The tokenizer is 3: give one"),
@@ -879,6 +880,21 @@ def test_models_and_policies_that_cannot_run_are_refused() -> None:
     dynamic = model_of(random_decoder(example_config(rope="dynamic"), 1))
     with pytest.raises(UsageError, match="the RoPE of this model, dynamic"):
         hf.cache(dynamic, "streaming_llm:budget=9,sink=3,rerotate=true")
+
+
+@dataclass
+class Learned(Window):
+    """Sets its budget when it learns of the model."""
+
+    def bind(self, model: Any) -> None:
+        self.budget = 6 * model.config.num_layers
+
+
+def test_a_budget_may_be_set_when_the_model_is_known() -> None:
+    model = small_model()
+    cache = hf.cache(model, Learned())
+    plain_generate(model, padded(prompts_of(61, (12,), 2)), 11, **{CACHE: cache})
+    assert cache.report().sequences[0].held == 12
 
 
 @pytest.mark.parametrize("name", ["LlamaModel", "LlamaForSequenceClassification", "Qwen3Model"])

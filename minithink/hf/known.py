@@ -21,7 +21,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
-from minithink.policies import check_numbers, load_installed, read
+from minithink.policies import check_given_budget, check_numbers, load_installed, read
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.text.tags import Tags
 from minithink.text.tokenizer import Tokenizer
@@ -122,6 +122,7 @@ class Known:
             if is_dataclass(member):
                 check_numbers(member)
             member.bind(self)
+            check_given_budget(member)
         return bound
 
 

@@ -533,8 +533,15 @@ class Policy:
         Args:
             shape: as in `setup`.
             more: tokens that a lane may hold beyond its limit when the state is written.
+
+        Raises:
+            UsageError: the policy has no `limit`, as without a budget.
         """
-        assert self.limit is not None
+        if self.limit is None:
+            raise UsageError(
+                f"The policy {name_of(self)} asks `room_for` how many tokens a lane may hold, and its `limit` is "
+                "None: give it a budget, in tokens."
+            )
         most = self.limit + more
         return min(most, shape.tokens) if shape.tokens else most
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -449,13 +449,8 @@ def check_numbers(policy: Policy) -> None:
 
     Raises:
         UsageError: a whole number is too large for 32 bits, beside a budget; a seed has more than 63 bits; another
-            number is infinite or NaN; a budget that is an option is missing.
+            number is infinite or NaN.
     """
-    if "budget" in _fields(type(policy)) and policy.budget is None and Schedule.parse(policy.schedule).grow is None:
-        name = name_of(policy)
-        raise UsageError(
-            f"The policy {name} needs a budget in tokens: give one, as in {type(policy).__name__}(budget=256)."
-        )
     for f in fields(policy):  # type: ignore[arg-type]
         value = getattr(policy, f.name)
         if isinstance(value, float) and not isfinite(value):
@@ -465,6 +460,29 @@ def check_numbers(policy: Policy) -> None:
         most = 2**63 - 1 if f.name == "seed" else MOST
         if abs(value) > most:
             raise UsageError(f"{name_of(policy)}: {f.name} is {quoted(value)}; it must be at most {most:,}.")
+
+
+def check_given_budget(policy: Policy) -> None:
+    """Refuse a policy without a budget that evicts as policies of this project do, which all need one. A `decide` or
+    `due` of a user's own may do without. Call it behind `Policy.bind`, which may set the budget.
+
+    Raises:
+        UsageError: its option `budget` is None, and its schedule gives none.
+    """
+    if not is_dataclass(policy) or "budget" not in _fields(type(policy)):
+        return
+    cls = type(policy)
+    if cls.decide is Policy.decide or not (_is_ours(cls.decide) and _is_ours(cls.due)):
+        return
+    if policy.budget is None and Schedule.parse(policy.schedule).grow is None:
+        raise UsageError(
+            f"The policy {name_of(policy)} needs a budget in tokens: give one, as in {cls.__name__}(budget=256)."
+        )
+
+
+def _is_ours(method: Callable[..., Any]) -> bool:
+    """Whether a method was written in this project."""
+    return str(getattr(method, "__module__", "")).partition(".")[0] == "minithink"
 
 
 def brief(text: str) -> str:

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from minithink.engine import Engine, load
 from minithink.errors import MinithinkError, UsageError
-from minithink.kv.contract import Demand, Edit, Evict, Policy, See, Step
+from minithink.kv.contract import Demand, Edit, Evict, Model, Policy, See, Shape, Step
 from minithink.kv.policy_errors import explained
+from minithink.policies.raas import RaaS
+from minithink.policies.scored import Choice, Scored
 from minithink.policies.window import Window
 
 torch.set_num_threads(1)
@@ -144,9 +146,73 @@ def test_what_an_object_declares_is_checked_before_it_is_used(engine: Engine, fi
         generate(engine, policy)
 
 
-def test_an_object_whose_budget_is_an_option_needs_one(engine: Engine) -> None:
-    """As the text does. A `decide` that does not ask which lanes are due would evict nothing, silently."""
-    said = r"^The policy loud needs a budget in tokens: give one, as in Loud\(budget=256\)\.$"
+@dataclass
+class Newest(Scored):
+    """Is `Scored`, whose `decide` asks which lanes are due."""
+
+    budget: int | None = None
+    schedule: str = "every"
+    learns: bool = False
+
+    def bind(self, model: Model) -> None:
+        if self.learns:
+            self.budget = 9
+
+    def score(self, step: Step, layer: int, choice: Choice) -> Tensor:
+        return step.pos(layer).float()
+
+
+@dataclass
+class Alternate(Policy):
+    """Evicts every second token once, and uses no budget."""
+
+    budget: int | None = None
+
+    def decide(self, step: Step) -> Iterable[Edit]:
+        even = (step.pos() >= 0) & (step.pos() % 2 == 0)
+        yield Evict(even & (step.clock == 1)[None, :, None, None])
+
+
+@dataclass
+class Sometimes(Newest):
+    """Is `Scored`, with a `due` of its own."""
+
+    def due(self, step: Step) -> tuple[Tensor, Tensor]:
+        held = step.held()
+        return step.active[None, :, None] & (held > 9), torch.full_like(held, 6)
+
+
+@dataclass
+class Keeping(Alternate):
+    """Has state for as many tokens as a lane may hold."""
+
+    def setup(self, shape: Shape) -> None:
+        self.kept = torch.zeros(self.room_for(shape))
+
+
+def test_an_object_that_evicts_by_its_budget_needs_one(engine: Engine) -> None:
+    """As the text does, and before a prompt is read."""
+    for policy in (Newest(), Window(), RaaS()):
+        cls = type(policy).__name__
+        with pytest.raises(UsageError, match=rf"needs a budget in tokens: give one, as in {cls}\(budget=256\)\.$"):
+            engine.bind(policy)
+    engine.bind(Newest(schedule="sawtooth:9/5"))  # which says what lanes may grow to
+
+
+def test_a_decide_of_ones_own_is_refused_when_it_asks_what_is_due(engine: Engine) -> None:
+    said = r"^The policy loud asks `due` which lanes exceed their budget, and its `budget` is None: give it one"
     with pytest.raises(UsageError, match=said):
         generate(engine, Loud(budget=None))
-    generate(engine, Loud(budget=None, schedule="sawtooth:9/5"))  # which says what lanes may grow to
+    generate(engine, Loud(budget=None, schedule="sawtooth:9/5"))
+
+
+def test_state_for_a_limit_that_is_not_there_is_refused(engine: Engine) -> None:
+    with pytest.raises(UsageError, match=r"^The policy Keeping asks `room_for` .* `limit` is None: give it a bud"):
+        generate(engine, Keeping())
+
+
+@pytest.mark.parametrize("policy", [Newest(learns=True), Alternate(), Sometimes()])
+def test_an_object_that_can_do_without_a_budget_option_runs(engine: Engine, policy: Policy) -> None:
+    [result] = generate(engine, policy)
+    assert len(result.token_ids) == 3
+    assert result.kv_evicted > 0
