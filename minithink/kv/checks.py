@@ -8,8 +8,10 @@ is captured. Values are looked at only on a CPU, where the host may read them.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from numbers import Number
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from minithink.kv.contract import (
     SetBudget,
     Step,
     Storage,
+    is_whole,
     name_of,
 )
 from minithink.kv.schedule import Schedule
@@ -50,11 +53,11 @@ def declared(policy: Policy) -> None:
             parse_pair(name)  # UsageError: there is no such format
     for name in ("budget", "cap", "slack", "beside", "pull"):
         value = getattr(policy, name)
-        if type(value) is not int and (value is not None or name not in ("budget", "cap")):
+        if not is_whole(value) and (value is not None or name not in ("budget", "cap")):
             raise _wrong(policy, name, value, "it must be a whole number of tokens")
     for name in ("protect_prompt", "exempt_answer"):
         value = getattr(policy, name)
-        if type(value) is not bool:
+        if not _is_switch(value):
             raise _wrong(policy, name, value, "it must be True or False")
     if policy.slack < 0:
         raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
@@ -87,7 +90,7 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
             raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
         if not isinstance(demand.what, See) or not demand.what:
             raise _wrong(policy, "Demand.what", demand.what, "it must be one of See, as in Demand(See.MASS)")
-        if type(demand.prompt) is not bool:
+        if not _is_switch(demand.prompt):
             raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
         if demand.layers is not None:
             _check_layers(policy, demand, layers)
@@ -100,10 +103,16 @@ def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:
         raise _wrong(policy, "Demand.layers", named, "it must be a frozenset of layers, or None (all layers)")
     first = -1 if demand.what & See.HIDDEN else 0  # −1: behind the final norm
     for layer in named:
-        if type(layer) is not int:
+        if not is_whole(layer):
             raise _wrong(policy, "a layer of Demand.layers", layer, "it must be a whole number")
         if layers is not None and not first <= layer < layers:
             raise _wrong(policy, "a layer of Demand.layers", layer, f"it must be from {first} to {layers - 1}")
+
+
+def _is_switch(value: object) -> bool:
+    """Whether a value means yes or no. Numbers and None do, as in an `if` of Python. A text doesn't: "no" would be
+    true."""
+    return value is None or isinstance(value, (Number, np.bool_))
 
 
 def storable(storage: Storage, by_token: bool) -> None:
@@ -267,7 +276,7 @@ def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, *, loo
             raise _wrong(policy, f"{kind}.thought", edit.thought, f"the storage has {types} thought types, from 0")
         return
     layers = step.shape.layers
-    if edit.layer is not None and (type(edit.layer) is not int or not 0 <= edit.layer < layers):
+    if edit.layer is not None and (not is_whole(edit.layer) or not 0 <= edit.layer < layers):
         raise _wrong(policy, f"{kind}.layer", edit.layer, f"it must be from 0 to {layers - 1}, or None (all layers)")
     lanes = tuple(step.budget.shape) if edit.layer is None else tuple(step.budget.shape)[1:]
     slots = (*lanes, step.pos().shape[-1])
@@ -278,7 +287,7 @@ def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, *, loo
         return
     if isinstance(edit, Evict):
         _check(policy, f"{kind}.drop", edit.drop, _Form(torch.bool, slots, device))
-        if type(edit.even_protected) is not bool:
+        if not _is_switch(edit.even_protected):
             raise _wrong(policy, f"{kind}.even_protected", edit.even_protected, "it must be True or False")
         return
     _check(policy, f"{kind}.where", edit.where, _Form(torch.bool, slots, device))

@@ -48,6 +48,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Flag, auto
+from numbers import Integral
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -152,7 +153,7 @@ class Demand:
 
     def __post_init__(self) -> None:
         for number in (self.every, self.rows):
-            if type(number) is not int or number < 1:
+            if not is_whole(number) or number < 1:
                 raise UsageError(
                     f"A demand for every {quoted(self.every)} tokens and {quoted(self.rows)} rows: both must be "
                     "whole numbers of at least 1."
@@ -607,6 +608,11 @@ class Policy:
 def name_of(policy: Policy) -> str:
     """The name of a policy for messages and reports: that of its class, where its own is an empty text."""
     return policy.name or type(policy).__name__
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number, one of Python's or of numpy's. True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def kept(schedule: Schedule, budget: Tensor, prompt: Tensor) -> Tensor:

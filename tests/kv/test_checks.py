@@ -9,9 +9,11 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -259,6 +261,44 @@ def test_numbers_of_a_demand_are_whole(number: Any) -> None:
     for fields in ({"every": number}, {"rows": number}):
         with pytest.raises(UsageError, match="both must be whole numbers of at least 1"):
             Demand(See.MASS, **fields)
+
+
+class Layers(IntEnum):
+    FIRST = 0
+    LAST = 1
+
+
+def evicts_first(step: Step) -> Iterator[Evict]:
+    """The oldest token of the second layer, whose number is one of numpy's."""
+    drop = torch.zeros(step.pos(1).shape, dtype=torch.bool)
+    drop[..., 0] = True
+    yield Evict(drop, layer=np.int64(1), even_protected=np.True_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cache", ["plain", "pages"])
+def test_whole_numbers_may_be_those_of_numpy_or_of_an_enumeration(cache: str) -> None:
+    demands = (
+        Demand(See.MASS, layers=frozenset(cast(Any, np.array([0, 1]))), every=cast(Any, np.int64(3))),
+        Demand(See.ROWS, layers=frozenset(Layers), rows=cast(Any, np.int32(2))),
+    )
+    numbers = {name: np.int64(9) for name in ("budget", "cap", "slack", "beside")}
+    policy = Mine(evicts_first, demands=demands, pull=np.int8(0), **numbers)
+    assert "holds" in until_refused(policy, cache), "the first layer keeps everything"
+    assert until_refused(Mine(evicts_first, demands=demands, slack=np.int64(3)), cache) == ""
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.0, None, np.True_, np.False_])
+def test_a_switch_may_be_what_python_takes_for_one(value: Any) -> None:
+    demands = (Demand(See.MASS, prompt=value),)
+    policy = Mine(lambda step: (), demands=demands, protect_prompt=value, exempt_answer=value)
+    run(policy)
+    run(Stack([policy, Window(budget=9)]))
+
+
+@pytest.mark.parametrize("value", ["no", "", b"1", [], (0,), torch.tensor(True)])
+def test_a_switch_is_no_text_and_no_collection(value: Any) -> None:
+    for fields in ({"protect_prompt": value}, {"demands": (Demand(See.MASS, prompt=value),)}):
+        assert "it must be True or False" in refused(Mine(lambda step: (), **fields))
 
 
 class Still(Policy):
