@@ -34,6 +34,8 @@ from minithink.kv.schedule import Schedule
 from minithink.quant import parse_pair
 
 EDITS = tuple(kind.__name__ for kind in get_args(Edit))
+TAILS = ("quantize", "keep")  # what `Storage.tail` may be
+COMPACTIONS = ("none", "gather", "overlapped")
 
 
 def declared(policy: Policy) -> None:
@@ -46,11 +48,7 @@ def declared(policy: Policy) -> None:
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
     demanded(policy)
-    if not isinstance(policy.storage, Storage):
-        raise _wrong(policy, "storage", policy.storage, "it must be a Storage")
-    for name in policy.storage.formats:
-        if name != "plain":
-            parse_pair(name)  # UsageError: there is no such format
+    _check_storage(policy)
     for name in ("budget", "cap", "slack", "beside", "pull"):
         value = getattr(policy, name)
         if not is_whole(value) and (value is not None or name not in ("budget", "cap")):
@@ -94,6 +92,41 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
             raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
         if demand.layers is not None:
             _check_layers(policy, demand, layers)
+
+
+def _check_storage(policy: Policy) -> None:
+    """UsageError: the policy's `storage` is none, or a field of it is not what the contract asks for. Whether its
+    formats, buffer and block suit each other is checked where a cache is made."""
+    storage = policy.storage
+    if not isinstance(storage, Storage):
+        raise _wrong(policy, "storage", storage, "it must be a Storage")
+    for name in ("thoughts", "also", "names"):
+        texts = getattr(storage, name)
+        if not isinstance(texts, Sequence) or isinstance(texts, (str, bytes)):
+            raise _wrong(policy, f"Storage.{name}", texts, 'it must be a tuple of texts, as in ("fp8",)')
+        for text in texts:
+            if not isinstance(text, str):
+                raise _wrong(policy, f"an entry of Storage.{name}", text, "it must be a text")
+    types = len(storage.thoughts)
+    if not types:
+        raise _wrong(policy, "Storage.thoughts", storage.thoughts, "it must name at least one format")
+    if storage.names and len(storage.names) != types:
+        raise _wrong(policy, "Storage.names", storage.names, f"it must name all {types} thought types, or none")
+    for name in storage.formats:
+        if name != "plain":
+            parse_pair(name)  # UsageError: there is no such format
+    for name in ("prompt", "block", "buffer", "sink"):
+        number = getattr(storage, name)
+        if not is_whole(number) or number < 0:
+            raise _wrong(policy, f"Storage.{name}", number, "it must be a whole number of at least 0")
+    if storage.prompt >= types:
+        raise _wrong(policy, "Storage.prompt", storage.prompt, f"the storage has {types} thought types, from 0")
+    for name in ("lag", "shrink"):
+        if not _is_switch(getattr(storage, name)):
+            raise _wrong(policy, f"Storage.{name}", getattr(storage, name), "it must be True or False")
+    for name, known in (("tail", TAILS), ("compaction", COMPACTIONS)):
+        if getattr(storage, name) not in known:
+            raise _wrong(policy, f"Storage.{name}", getattr(storage, name), f"it must be one of {', '.join(known)}")
 
 
 def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:

@@ -222,6 +222,41 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+STORED: dict[str, tuple[dict[str, Any], str]] = {
+    "a number of a format": ({"thoughts": (3,)}, "an entry of Storage.thoughts is 3, and it must be a text"),
+    "a format alone": ({"thoughts": "fp8"}, r"Storage.thoughts is 'fp8', and it must be a tuple of texts, as in"),
+    "no format": ({"thoughts": ()}, "Storage.thoughts is a tuple of 0, and it must name at least one format"),
+    "no further formats": ({"also": None}, "Storage.also is None, and it must be a tuple"),
+    "a name alone": ({"names": "slow"}, "Storage.names is 'slow', and it must be a tuple"),
+    "a name too many": (
+        {"names": ("slow", "fast")},
+        "is a tuple of 2, and it must name all 1 thought types, or none",
+    ),
+    "a type that is not there": ({"prompt": 1}, "Storage.prompt is 1, and the storage has 1 thought types, from 0"),
+    "a negative type": ({"prompt": -1}, "Storage.prompt is -1, and it must be a whole number of at least 0"),
+    "a text of a buffer": ({"buffer": "x"}, "Storage.buffer is 'x', and it must be a whole number of at least 0"),
+    "half a buffer": ({"buffer": 0.5}, "Storage.buffer is 0.5"),
+    "a negative sink": ({"sink": -2}, "Storage.sink is -2, and it must be a whole number of at least 0"),
+    "no block": ({"block": None}, "Storage.block is None"),
+    "an unknown tail": ({"tail": "drop"}, "Storage.tail is 'drop', and it must be one of quantize, keep"),
+    "an unknown compaction": (
+        {"compaction": None},
+        "Storage.compaction is None, and it must be one of none, gather, overlapped",
+    ),
+    "a word for lag": ({"lag": "no"}, "Storage.lag is 'no', and it must be True or False"),
+    "a word for shrinking": ({"shrink": "no"}, "Storage.shrink is 'no', and it must be True or False"),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_every_field_of_a_storage_is_checked(case: str) -> None:
+    fields, said = STORED[case]
+    policy = Mine(lambda step: (), storage=Storage(**fields))
+    assert re.search(said, refused(policy))
+    with pytest.raises(UsageError, match=said):
+        Stack([Cut(9), policy])
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("case", DECLARED)
 def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
