@@ -329,7 +329,7 @@ def test_a_cache_is_for_one_call_and_can_be_reset() -> None:
     inputs = padded(prompts_of(61, (12, 7), 2))
     cache = hf.cache(model, "h2o:budget=14")
     first = plain_generate(model, inputs, 20, **{CACHE: cache})
-    with pytest.raises(UsageError, match="holds 31 tokens and is given"):
+    with pytest.raises(UsageError, match="holds 31 tokens and is given several at once, of a text of 40: "):
         plain_generate(model, padded(prompts_of(61, (40, 7), 3)), 20, **{CACHE: cache})
     cache.reset()
     assert str(cache.report()) == "The cache is empty: nothing was generated with it."
@@ -343,7 +343,7 @@ def test_a_cache_is_for_one_call_and_can_be_reset() -> None:
         (14, "The cache holds 27 tokens of sequence 0, and this call's text goes on behind 13, so it is another"),
         (20, "The cache holds 27 tokens, and this call's text has 20: "),
         (27, "The cache holds 27 tokens, and this call's text has 27: "),
-        (40, "The cache holds 27 tokens and is given 13 more at once: "),
+        (40, "The cache holds 27 tokens and is given several at once, of a text of 40: "),
     ],
 )
 def test_a_second_prompt_is_refused(tokens: int, said: str) -> None:
@@ -364,6 +364,42 @@ def test_other_prompts_of_a_batch_are_refused() -> None:
     plain_generate(model, padded(prompts_of(61, (9, 5), 2)), 4, **{CACHE: cache})
     with pytest.raises(UsageError, match="holds 8 tokens of sequence 1, and this call's text goes on behind 10, so"):
         plain_generate(model, padded(prompts_of(61, (13, 11), 7)), 5, **{CACHE: cache})
+
+
+@pytest.mark.parametrize(
+    ("second", "more", "said"),
+    [
+        ((12, 3), 60, "The cache holds 12 tokens, and this call's text has 12: "),
+        ((15, 3), 60, "The cache holds 12 tokens and is given several at once, of a text of 15: "),
+        ((15, 3), 0, "The cache holds 12 tokens, and this call's text has 15: "),  # in fewer columns than the first
+        ((80,), 0, "The cache holds 2 sequences and is given 1: "),
+    ],
+)
+def test_texts_are_compared_without_padding(second: Sequence[int], more: int, said: str) -> None:
+    """The first call pads its prompts by 30 columns more than the longest one needs, and the second by `more`."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    plain_generate(model, wider(padded(prompts_of(61, (9, 5), 2)), 30), 4, **{CACHE: cache})
+    with pytest.raises(UsageError) as refused:
+        plain_generate(model, wider(padded(prompts_of(61, second, 7)), more), 5, **{CACHE: cache})
+    assert str(refused.value).startswith(said)
+
+
+def wider(inputs: dict[str, Tensor], columns: int) -> dict[str, Tensor]:
+    """Inputs with so many columns more of padding."""
+    return {name: torch.nn.functional.pad(x, (columns, 0)) for name, x in inputs.items()}
+
+
+def test_texts_that_have_ended_count_as_read() -> None:
+    """The longest sequence of the cache has left when another prompt comes."""
+    model = small_model()
+    inputs = padded(prompts_of(61, (9, 5), 2))
+    end = plain_generate(model, inputs, 4)[0][1]
+    cache = hf.cache(model, "full", eos_token_id=end, pad_token_id=PAD)
+    plain_generate(model, inputs, 4, **{CACHE: cache}, eos_token_id=end)
+    assert cache.report().sequences[0].ended
+    with pytest.raises(UsageError, match=r"^The cache holds 10 tokens, and this call's text has 9: "):
+        plain_generate(model, padded(prompts_of(61, (9, 2), 7)), 5, **{CACHE: cache})
 
 
 def test_positions_may_count_padding() -> None:
@@ -684,7 +720,7 @@ ASSISTED = (
     "Assisted decoding requires a cache that can be cropped to restore the states after draft verification",
 )
 AT_ONCE = (
-    "The cache holds {} tokens and is given {} more at once: prompts are read in one pass, without "
+    "The cache holds {} tokens and is given several at once, of a text of {}: prompts are read in one pass, without "
     "prefill_chunk_size, and tokens one by one, without use_cache=False; make a new cache for every call of "
     "generate, or call reset() between them."
 )
@@ -695,7 +731,7 @@ AT_ONCE = (
     [
         ({"num_beams": 2}, [f"Beam search {BACK} num_beams=1."]),
         ({"prompt_lookup_num_tokens": 2, "eos_token_id": 60}, ASSISTED),
-        ({"prefill_chunk_size": 4}, [AT_ONCE.format(4, 4)]),
+        ({"prefill_chunk_size": 4}, [AT_ONCE.format(4, 8)]),
         ({"use_cache": False}, [AT_ONCE.format(8, 9)]),
     ],
     ids=["beams", "assisted", "chunks", "no cache"],
@@ -719,6 +755,43 @@ def test_masks_that_are_no_left_padding_are_refused() -> None:
     inputs["attention_mask"] = torch.tensor([[1] * 4, [0] * 4])
     with pytest.raises(UsageError, match="Prompt 1 has no token"):
         plain_generate(model, inputs, 3, **{CACHE: hf.cache(model, "full")})
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"input_ids": torch.zeros(1, 0).long()}, "The model is given 1 sequence of 0 tokens: give at least one of"),
+        ({"input_ids": torch.zeros(0, 5).long()}, "The model is given 0 sequences of 5 tokens: give at least one of"),
+        ({"inputs_embeds": torch.zeros(1, 0, 40)}, "The model is given 1 sequence of 0 tokens: give at least one of"),
+        ({"input_ids": torch.zeros(5).long()}, "The input_ids have the shape [5]: give [B, n]."),
+        ({"inputs_embeds": torch.zeros(5, 40)}, "The inputs_embeds have the shape [5, 40]: give [B, n, d]."),
+        ({}, "The model is given no tokens: give input_ids."),
+        ({"position_ids": torch.arange(4)}, "The position_ids have the shape [4]: give [2, 4] or [1, 4]."),
+        ({"position_ids": torch.arange(4).expand(3, 4)}, "The position_ids have the shape [3, 4]: give [2, 4] or"),
+        ({"position_ids": torch.arange(5)[None]}, "The position_ids have the shape [1, 5]: give [2, 4] or [1, 4]."),
+    ],
+)
+def test_tokens_and_positions_of_other_shapes_are_refused(inputs: dict[str, Any], said: str) -> None:
+    model = small_model()
+    if "position_ids" in inputs:
+        inputs = inputs | {"input_ids": torch.full((2, 4), 11)}
+    with pytest.raises(UsageError) as refused:
+        model.model(**inputs, **{CACHE: hf.cache(model, "full")})
+    assert str(refused.value).startswith(said)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_pass_without_tokens_is_refused() -> None:
+    """Without positions the text's length is not known."""
+    model = small_model()
+    cache = hf.cache(model, "full")
+    model(torch.full((1, 4), 11), **{CACHE: cache})
+    with pytest.raises(
+        UsageError, match=r"^The cache holds 4 tokens and is given none: prompts are read in one pass"
+    ):
+        model(torch.full((1, 0), 11), **{CACHE: cache})
+    with pytest.raises(UsageError, match=r"^The cache holds 4 tokens and is given several at once: prompts are read"):
+        model(torch.full((1, 2), 11), **{CACHE: cache})
 
 
 def test_a_text_longer_than_its_limit_is_refused() -> None:

@@ -206,34 +206,60 @@ class PolicyCache(Cache):
         if inputs.get("output_attentions"):
             raise UsageError("Attention weights cannot be returned with this cache: drop output_attentions=True.")
         ids = inputs.get("input_ids")
-        fed: Any = inputs.get("inputs_embeds") if ids is None else ids
-        batch, self._columns = fed.shape[:2]
+        batch, self._columns = _shape_of(ids, inputs.get("inputs_embeds"))
         positions = inputs.get("position_ids")
         if self.manager is None:
+            if not batch or not self._columns:
+                raise UsageError(
+                    f"The model is given {counted(batch, 'sequence')} of {counted(self._columns, 'token')}: give at "
+                    "least one of each."
+                )
+            if positions is not None:
+                _check_positions(positions, batch, self._columns)
             begun = self._read_prompts(ids, inputs.get("attention_mask"), batch)
             if positions is not None:
                 last = _last_of(positions, batch).tolist()
                 self._ahead = [at + 1 - count for at, count in zip(last, self._prompts, strict=True)]
             return begun
-        if self._columns != 1:
-            self._refuse_several(positions)
         if batch != len(self._prompts):
             raise UsageError(
                 f"The cache holds {counted(len(self._prompts), 'sequence')} and is given {batch}: {AGAIN}."
             )
+        if self._columns != 1:
+            self._refuse_several(positions)
+        if positions is not None:
+            _check_positions(positions, batch, 1)
         return self._feed(ids, positions)
 
     def _refuse_several(self, positions: Tensor | None) -> NoReturn:
         """UsageError: a later pass has another number of tokens than one. positions: [B or 1, n]; None: not known."""
-        held = self.get_seq_length()
-        if positions is not None and positions.numel():
-            text = int(positions.max()) + 1  # tokens of the longest one
-            if text <= held:
-                raise UsageError(f"The cache holds {held:,} tokens, and this call's text has {text:,}: {AGAIN}.")
+        held = max(self._length(row) for row in range(len(self._prompts)))
+        text = self._longest_text(positions)
+        if text is not None and (text <= held or not self._columns):
+            raise UsageError(f"The cache holds {held:,} tokens, and this call's text has {text:,}: {AGAIN}.")
+        given = "several at once" if self._columns else "none"
+        of_text = "" if text is None else f", of a text of {text:,}"
         raise UsageError(
-            f"The cache holds {held:,} tokens and is given {self._columns:,} more at once: prompts are read in one "
-            f"pass, without prefill_chunk_size, and tokens one by one, without use_cache=False; {AGAIN}."
+            f"The cache holds {held:,} tokens and is given {given}{of_text}: prompts are read in one pass, "
+            f"without prefill_chunk_size, and tokens one by one, without use_cache=False; {AGAIN}."
         )
+
+    def _length(self, row: int) -> int:
+        """Tokens of a sequence that were read, without padding."""
+        if row in self._left:
+            return self._left[row].tokens
+        assert self.manager is not None
+        return self.manager.length(row)
+
+    def _longest_text(self, positions: Tensor | None) -> int | None:
+        """Tokens of the longest text of which a pass reads the end, without padding; None: it is not known.
+        positions: as the model is given them; generate may give more columns than tokens."""
+        batch = len(self._prompts)
+        if positions is None or positions.dim() != 2 or not positions.numel() or len(positions) not in (1, batch):
+            return None
+        last = _last_of(positions, batch).tolist()
+        ahead = self._ahead or [0] * batch
+        return max(at + 1 - before for at, before in zip(last, ahead, strict=True))
 
     @torch.inference_mode()
     @explaining()
@@ -435,6 +461,29 @@ class PolicyCache(Cache):
 
 def _refuse(what: str, instead: str) -> NoReturn:
     raise UsageError(f"{what} takes tokens back, and evicted tokens do not come back: call generate with {instead}.")
+
+
+def _shape_of(ids: Tensor | None, embeddings: Tensor | None) -> tuple[int, int]:
+    """Sequences and columns that a model is given. ids: [B, n]; embeddings: [B, n, d], where there are no ids.
+
+    Raises:
+        UsageError: there are neither, or they have another shape.
+    """
+    fed = embeddings if ids is None else ids
+    if fed is None:
+        raise UsageError("The model is given no tokens: give input_ids.")
+    name = "inputs_embeds" if ids is None else "input_ids"
+    form = "[B, n, d]" if ids is None else "[B, n]"
+    if fed.dim() != (3 if ids is None else 2):
+        raise UsageError(f"The {name} have the shape {list(fed.shape)}: give {form}.")
+    return fed.shape[0], fed.shape[1]
+
+
+def _check_positions(positions: Tensor, batch: int, columns: int) -> None:
+    """UsageError: these are no positions of the tokens of a pass, [B or 1, n]."""
+    shape = list(positions.shape)
+    if shape not in ([batch, columns], [1, columns]):
+        raise UsageError(f"The position_ids have the shape {shape}: give {[batch, columns]} or {[1, columns]}.")
 
 
 def _last_of(positions: Tensor, batch: int) -> Tensor:
