@@ -40,7 +40,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache, PlainStep
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import check_budget
-from minithink.kv.stack import can_only_evict, members
+from minithink.kv.stack import decides_on_plain_tokens, members
 from minithink.model import Rope
 from minithink.policies import load as load_policy
 from minithink.policies import read as read_policy
@@ -572,7 +572,7 @@ def _run(argv: list[str] | None) -> int:
     for name, verdict, said in verdicts:
         print(f"{name:10} {verdict}: {escaped(said)}")
     failed = [name for name, verdict, _ in verdicts if verdict == "fails"]
-    should_evict = policy.limit is not None or can_only_evict(policy)
+    should_evict = policy.limit is not None or decides_on_plain_tokens(policy)
     if not failed and should_evict and not has_evicted(trial):
         advice = "give a smaller --budget, or more --tokens"
         if policy.limit is None:

@@ -226,7 +226,7 @@ def _say_what_never_applied(args: argparse.Namespace, stream: Stream) -> None:
         return
     longest = max(r.prompt_tokens + r.generated_tokens for r in results)
     if stream.budget is None:
-        if stream.can_only_evict:
+        if stream.decides_on_plain_tokens:
             _say(
                 f"nothing was evicted: {args.policy} has no budget, and its `decide` dropped none of up to "
                 f"{longest:,} tokens."

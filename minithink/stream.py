@@ -38,7 +38,7 @@ from minithink.kv.manager import KVManager, PoolSize
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
 from minithink.kv.recorder import Recorder
-from minithink.kv.stack import can_only_evict
+from minithink.kv.stack import decides_on_plain_tokens
 from minithink.loaded import Loaded
 from minithink.loop import SIZES, DecodeLoop
 from minithink.reread import diagnosis
@@ -256,9 +256,9 @@ class Stream:
         return min(limits, default=None)
 
     @property
-    def can_only_evict(self) -> bool:
-        """Whether the policy has had no effect if it has evicted nothing."""
-        return self._policy is not None and can_only_evict(self._policy)
+    def decides_on_plain_tokens(self) -> bool:
+        """Whether the policy has a `decide` that cannot change formats, see `kv/stack.py`."""
+        return self._policy is not None and decides_on_plain_tokens(self._policy)
 
     @property
     def exempts_answers(self) -> bool:

@@ -105,9 +105,9 @@ def members(policy: Policy) -> tuple[Policy, ...]:
     return policy.members if isinstance(policy, Stack) else (policy,)
 
 
-def can_only_evict(policy: Policy) -> bool:
-    """Whether a member has a `decide` that can do nothing but evict, because its tokens are stored in the model's own
-    number type. Such a policy has had no effect if nothing was evicted."""
+def decides_on_plain_tokens(policy: Policy) -> bool:
+    """Whether a member has a `decide` and stores its tokens in the model's own number type, as `Storage()` does.
+    Such a `decide` may evict and set budgets; there is no other format to which it could move tokens."""
     return any(type(m).decide is not Policy.decide and m.storage == Storage() for m in members(policy))
 
 
