@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origi
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
 from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
-from minithink.kv.contract import Policy, name_of
+from minithink.kv.contract import Policy, is_whole, name_of
 from minithink.kv.policy_errors import explaining
 from minithink.kv.schedule import MOST, Schedule
 from minithink.kv.stack import Stack
@@ -455,7 +455,7 @@ def check_numbers(policy: Policy) -> None:
         value = getattr(policy, f.name)
         if isinstance(value, float) and not isfinite(value):
             raise UsageError(f"{name_of(policy)}: {f.name} is {value:g}; it must be a finite number.")
-        if type(value) is not int or f.name == "budget":  # `check_budget` knows the bounds of budgets
+        if not is_whole(value) or f.name == "budget":  # `check_budget` knows the bounds of budgets
             continue
         most = 2**63 - 1 if f.name == "seed" else MOST
         if abs(value) > most:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Model, Policy, See, Shape, Step
 from minithink.kv.policy_errors import explained
 from minithink.policies.raas import RaaS
+from minithink.policies.rkv import Rkv
 from minithink.policies.scored import Choice, Scored
 from minithink.policies.window import Window
 
@@ -197,6 +199,12 @@ def test_an_object_that_evicts_by_its_budget_needs_one(engine: Engine) -> None:
         with pytest.raises(UsageError, match=rf"needs a budget in tokens: give one, as in {cls}\(budget=256\)\.$"):
             engine.bind(policy)
     engine.bind(Newest(schedule="sawtooth:9/5"))  # which says what lanes may grow to
+
+
+@pytest.mark.parametrize("number", [2**31, np.int64(2**31)])
+def test_a_number_of_an_object_that_is_too_large_is_refused(engine: Engine, number: Any) -> None:
+    with pytest.raises(UsageError, match=r"^rkv: buffer is .*2147483648.*; it must be at most "):
+        engine.bind(Rkv(budget=20, buffer=number))
 
 
 def test_a_decide_of_ones_own_is_refused_when_it_asks_what_is_due(engine: Engine) -> None:
