@@ -139,7 +139,7 @@ def of_kind(result: Result, kind: str) -> list[Row]:
     return sorted(found, key=lambda m: (m["batch"], order.index(m["method"])))
 
 
-HIDDEN = {"llama-8b": 4096, "tiny": 32, "embedded": 256}  # d of the shapes that are measured
+HIDDEN = {"llama-8b": 4096, "smollm2-135m": 576, "tiny": 32, "embedded": 256}  # d of the shapes that are measured
 
 
 def by_level(result: Result) -> list[Row]:
