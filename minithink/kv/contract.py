@@ -48,7 +48,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Flag, auto
-from numbers import Integral
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -59,6 +58,7 @@ from minithink.errors import UsageError, quoted
 from minithink.kv.schedule import Schedule, divided
 from minithink.ref.keep_best import keep_best as keep_best
 from minithink.ref.pool import pool as pool
+from minithink.sampling import is_whole as is_whole
 
 Scope = Literal["head", "layer", "sequence"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "sequence")  # finest first
@@ -608,11 +608,6 @@ class Policy:
 def name_of(policy: Policy) -> str:
     """The name of a policy for messages and reports: that of its class, where its own is an empty text."""
     return policy.name or type(policy).__name__
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number, one of Python's or of numpy's. True and False are none."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def kept(schedule: Schedule, budget: Tensor, prompt: Tensor) -> Tensor:
