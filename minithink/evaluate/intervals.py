@@ -29,6 +29,8 @@ def bootstrap(
     A resample draws n of the n values with replacement. The interval runs from the 2.5 % to the 97.5 % quantile of
     the resamples' means (linear between order statistics). Equal values are interchangeable, so a resample is drawn
     as the number of times that each distinct value occurs: one multinomial draw, of numpy's PCG64 with this seed.
+    It comes from `RandomState`, whose draws are the same in every version of numpy: the newer `Generator` draws other
+    numbers from numpy 2.5 on, and a page of numbers must not depend on who makes it.
     The order of the values does not matter, and the mean is always inside: where rounding would put it outside, the
     end is moved to it.
 
@@ -65,7 +67,8 @@ def _quantiles(
     """The two quantiles of the means of resamples. Tables ask again and again for the same values."""
     n = sum(counts)
     shares = np.asarray(counts) / n
-    drawn = np.random.default_rng(seed).multinomial(n, shares, size=resamples)  # [resamples, distinct values]
+    draws = np.random.RandomState(np.random.PCG64(seed))
+    drawn = draws.multinomial(n, shares, size=resamples)  # [resamples, distinct values]
     tail = (1 - confidence) / 2
     low, high = np.quantile(drawn @ np.asarray(distinct) / n, [tail, 1 - tail])
     return float(low), float(high)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.journal import read
@@ -14,6 +17,7 @@ from tests.fixtures_checkpoint import write_checkpoint
 QUESTIONS = ["Who sits?", "a", "Alpha sits left of Bravo.", "b c", "left " * 9, "12 34", "Who sits third?"]
 STOPS = [0, *range(40, 50)]  # one token in thirty
 NEW = 24  # tokens at most
+needs_math = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs the extra math")
 
 
 def write_model(folder: Path) -> Path:

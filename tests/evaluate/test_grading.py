@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from hypothesis import strategies as st
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate import judge
 from minithink.evaluate.grading import GRADERS, Graded, check, grade
+from tests.evaluate.run import needs_math
 
 ROOT = Path(__file__).parents[2]
 HALF = r"\boxed{\frac{1}{2}}"
 
-needs_math = pytest.mark.skipif(not importlib.util.find_spec("math_verify"), reason="needs the extra math")
 # Pieces of answers: what graders look for, broken and whole.
 pieces = st.sampled_from(
     [

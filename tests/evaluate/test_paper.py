@@ -28,11 +28,12 @@ from minithink.text.openings import Thought
 from minithink.text.tokenizer import Tokenizer
 from tests.calibrate.run import options as thoughts_words
 from tests.calibrate.run import words_of as calibration_words
-from tests.evaluate.run import options
+from tests.evaluate.run import needs_math, options
 from tests.fixtures_checkpoint import write_checkpoint
 
 pytestmark = pytest.mark.usefixtures("quick")
 torch.set_num_threads(1)
+DYNTS_ROWS = "Transformers,Window,StreamingLLM,SepLLM,H2O,SnapKV,R-KV"
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
@@ -222,6 +223,7 @@ def test_what_makes_no_sense_is_one_sentence(words: list[str], said: str, capsys
 # --- runs
 
 
+@needs_math
 def test_a_table_runs_on_every_architecture(
     random_model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,9 +246,9 @@ def test_a_table_runs_on_every_architecture(
 @pytest.mark.parametrize(
     ("table", "dataset", "calibration", "rows"),
     [
-        ("thinkv-table1", "AIME24", "thoughts", "Baseline,KIVI,PM-KVQ"),
+        pytest.param("thinkv-table1", "AIME24", "thoughts", "Baseline,KIVI,PM-KVQ", marks=needs_math),
         ("skipkv-table1", "GSM8K", "steering", "FullKV,R-KV"),
-        ("dynts-table1-qwen", "AIME24", "predictor", "Transformers,Window,StreamingLLM,SepLLM,H2O,SnapKV,R-KV"),
+        pytest.param("dynts-table1-qwen", "AIME24", "predictor", DYNTS_ROWS, marks=needs_math),
     ],
 )
 def test_rows_that_need_no_calibration_run_without_one(
@@ -273,9 +275,9 @@ def test_rows_that_need_no_calibration_run_without_one(
 @pytest.mark.parametrize(
     ("table", "dataset", "policies"),
     [
-        ("thinkv-table1", "AIME24", ("thinkv",)),
+        pytest.param("thinkv-table1", "AIME24", ("thinkv",), marks=needs_math),
         ("skipkv-table1", "GSM8K", ("seal", "skipkv")),
-        ("dynts-table1-qwen", "AIME24", ("dynts",)),
+        pytest.param("dynts-table1-qwen", "AIME24", ("dynts",), marks=needs_math),
     ],
 )
 def test_rows_that_need_a_calibration_run_with_it(
@@ -298,6 +300,7 @@ def test_rows_that_need_a_calibration_run_with_it(
     assert set(policies) <= set(rows)
 
 
+@needs_math
 def test_the_papers_numbers_stand_beside_those_of_the_run(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +321,7 @@ def test_the_papers_numbers_stand_beside_those_of_the_run(
         assert line.removeprefix("- ") in lines, "what is written was said"
 
 
+@needs_math
 def test_a_run_that_groups_batches_has_no_numbers_of_a_paper_that_did_not(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
