@@ -3,6 +3,7 @@
 python -m minithink.analysis attention --model FOLDER        sinks, sparsity, needs
 python -m minithink.evaluate loss --texts reference …        what a window loses with and without sinks
 python -m minithink.evaluate loss --texts FOLDER …           how long a policy reads (in docs/appendix/loss.md)
+python -m minithink.evaluate loss --answers …                the loss of answers alone (in docs/appendix/transfer.md)
 python -m minithink.calibrate centers --model FOLDER         whether queries lie around a centre
 python -m minithink.calibrate thoughts --model FOLDER        whether sparsity tells thoughts apart
 python -m minithink.calibrate predictor --model FOLDER       whether hidden states tell what the answer reads
@@ -247,6 +248,24 @@ def loss_times_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+def answers(result: Result) -> Iterable[Row]:
+    """A row for each policy and budget: how far its answers' loss is above the full cache's."""
+    for m in result["measurements"]:
+        if m["policy"] != FULL:
+            yield {**m, "above": difference_text(Above(**m["above"]))}
+
+
+def answers_said(result: Result) -> Iterable[str]:
+    """How many answers there were, and what the full cache's loss is."""
+    full = next(m for m in result["measurements"] if m["policy"] == FULL)
+    yield (
+        f"{full['texts']} reference traces, {full['tokens']:,} tokens of answers. With the full cache their loss is "
+        f"{full['loss']:.4f}. Above it: nats a token, mean over texts, with the 95 % interval by bootstrap over "
+        "texts. Tokens and bytes: the mean over a text's steps."
+    )
+    yield ""
+
+
 LAYERS = Table(
     (
         ("layer", "layer", "{}"),
@@ -338,6 +357,17 @@ TABLES = {
         ),
         rows=loss_times,
         said=loss_times_said,
+    ),
+    "backbone-answers": Table(
+        (
+            ("policy", "policy", "`{}`"),
+            ("budget", lambda row: budget_text(row["budget"]), "{}"),
+            ("loss of the answer, above full", "above", "**{}**"),
+            ("tokens", "tokens_mean", "{:,.0f}"),
+            ("bytes", "kv_bytes_mean", "{:,.0f}"),
+        ),
+        rows=answers,
+        said=answers_said,
     ),
     **dict.fromkeys(ATTENTION, LAYERS),
 }

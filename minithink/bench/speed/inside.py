@@ -32,7 +32,6 @@ from minithink.policies import load as load_policy
 from minithink.results import record
 
 PLAIN = "plain"
-WARMING = 16  # tokens that each side generates before the first turn
 EVICTING = "budget={budget},schedule=interval:{interval}"  # keydiff and knorm, as a DecodingPress does
 
 
@@ -152,7 +151,7 @@ def measurements(
             if args.pages:
                 sides[f"{name}, in pages"] = _under(peer, prompts, name, pages=True)
         for side in sides.values():
-            side(WARMING)
+            side(args.tokens)  # a turn that does not count: on a GPU the first may take twice as long
         found = in_turns(
             {name: _timed(side, device) for name, side in sides.items()}, [args.tokens] * args.turns, Deadline(None)
         )

@@ -125,6 +125,7 @@ def test_the_tables_are_there() -> None:
         "backbone-thoughts",
         "backbone-predictor",
         "loss-speed",
+        "backbone-answers",
         "backbone-attention",
         "embedded-attention",
     }
@@ -195,3 +196,15 @@ def test_loss_speed_compares_seconds_with_the_full_cache() -> None:
     assert "| `full` | – | **5.0** | 1.0 × | 1,000,000 | – |" in lines
     assert "| `thinkv` | 25 % | **15.0** | 3.0 × | 1,000,000 | +0.5000 (+0.2500 to +0.7500) |" in lines
     assert any(line.startswith("backbone, 2 texts of 1,536 tokens, read together") for line in lines)
+
+
+def test_losses_of_answers_are_those_above_the_full_cache() -> None:
+    above = {"texts": 2, "loss": 0.75, "mean": 0.5, "low": 0.25, "high": 0.75}
+    rows = [
+        {"policy": "full", "budget": None, "above": None, "texts": 2, "tokens": 30, "loss": 0.25},
+        {"policy": "h2o", "budget": 0.25, "above": above, "tokens_mean": 400.4, "kv_bytes_mean": 1e6},
+    ]
+    result = head("loss", "backbone", "b" * 16) | {"measurements": rows}
+    lines = lines_of(TABLES["backbone-answers"], result)
+    assert lines[2] == "| `h2o` | 25 % | **+0.5000 (+0.2500 to +0.7500)** | 400 | 1,000,000 |"
+    assert any(line.startswith("2 reference traces, 30 tokens of answers. With the full cache") for line in lines)
