@@ -202,16 +202,18 @@ def _rope_factors(model: GGUF) -> list[float] | None:
 def _rope(fields: _Fields, context: int) -> dict[str, Any]:
     """The field `rope_parameters` of config.json."""
     factors = _rope_factors(fields.model)
-    kind = fields.get("rope.scaling.type", "none")
-    factor = fields.get("rope.scaling.factor", 1.0)
-    original = fields.get("rope.scaling.original_context_length", context)
+    # As in llama.cpp: without a type the scaling is linear, the old name stands in for the new one, and 0 means 1.
+    kind = fields.get("rope.scaling.type", "linear")
     old_factor = fields.get("rope.scale_linear", 1.0)
+    factor = fields.get("rope.scaling.factor", old_factor)
+    if factor == 0:
+        factor = 1.0
+    original = fields.get("rope.scaling.original_context_length", context)
     fast = fields.get("rope.scaling.yarn_beta_fast", 32.0)
     slow = fields.get("rope.scaling.yarn_beta_slow", 1.0)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": fields.get("rope.freq_base", 10000.0)}
-    if kind == "none" and old_factor not in (0.0, 1.0):
-        kind = "linear"
-        factor = old_factor
+    if kind == "linear" and factor == 1.0:
+        kind = "none"
     if kind not in ("none", "linear", "yarn"):
         raise MinithinkError(
             f"{fields.named('rope.scaling.type')} is {quoted(kind)}, and minithink reads none, linear and yarn."

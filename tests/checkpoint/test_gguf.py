@@ -161,6 +161,29 @@ def test_weights_and_logits_equal_transformers(architecture: str, rope: str, tie
     check(path, model)
 
 
+@pytest.mark.parametrize(
+    ("rope", "fields"),
+    [
+        ("linear", {"llama.rope.scaling.factor": 4.0}),
+        ("linear", {"llama.rope.scale_linear": 4.0}),
+        ("linear", {"llama.rope.scaling.type": "linear", "llama.rope.scale_linear": 4.0}),
+        ("default", {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}),
+        ("default", {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}),
+        ("default", {"llama.rope.scaling.type": "linear"}),
+    ],
+)
+def test_scaling_is_linear_where_no_type_is_given(rope: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    """And a factor of 0 scales nothing: both as llama.cpp reads a file."""
+
+    def change(writer: GGUFWriter) -> None:
+        for name in ("type", "factor"):
+            writer.kv_data[0].pop(f"llama.rope.scaling.{name}", None)
+        add_fields(writer, fields)
+
+    path = tmp_path / "model.gguf"
+    check(path, write_gguf(path, "llama", ROPES[rope], add=change))
+
+
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.F32, GGMLQuantizationType.F16, *sorted(_type_traits)])
 def test_every_type_that_the_package_knows_is_read_exactly(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 1}
