@@ -20,7 +20,7 @@ from minithink.evaluate.journal import FULL, INSTRUMENT, read, text_hash
 from minithink.results.files import read_bytes
 from minithink.tasks.prepare import references
 from minithink.text.tags import THINK, Tags
-from minithink.text.thinking import count_thinking
+from minithink.text.thinking import before_answer
 
 STDLIB = "stdlib"
 REFERENCE = "reference"
@@ -174,11 +174,11 @@ def given_answers(engine: Engine, texts: Sequence[Text]) -> list[Given]:
         name = escaped(text.name)
         prompt = engine.prompt_ids(text.question or "")
         rest = engine.text_ids(text.content, name)
-        thinking = count_thinking(engine.tokenizer, prompt, rest)
-        if thinking == len(rest):
+        before = before_answer(engine.tokenizer, prompt, rest)
+        if before == len(rest):
             raise UsageError(f"{name} has no answer behind its thinking: leave it out.")
         check_text(name, len(prompt) + len(rest), len(prompt), engine.config.max_position)
-        out.append(Given([*prompt, *rest], len(prompt), first=len(prompt) + thinking))
+        out.append(Given([*prompt, *rest], len(prompt), first=len(prompt) + before))
     return out
 
 

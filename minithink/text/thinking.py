@@ -56,6 +56,19 @@ def count_thinking(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -
     return sum(stage.put(token, put(token)) == "think" for token in tokens)
 
 
+def before_answer(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> int:
+    """How many tokens lie before the answer, which begins behind the last closing tag, also where no tag opened the
+    thinking. All of them, if no tag closes it, or the text thinks again."""
+    stage = Stage(tokenizer, prompt)
+    put = tokenizer.stream().put
+    before = len(tokens)
+    for i, token in enumerate(tokens):
+        if stage.put(token, put(token)) == "think":
+            has_closed = stage.name == "answer"
+            before = i + 1 if has_closed else len(tokens)
+    return before
+
+
 def split_thinking(text: str, inside: bool, tags: Tags = THINK) -> tuple[str, str]:
     """Thinking and answer of a generated text; `inside`: it begins in the thinking."""
     before, opened, rest = ("", tags.open, text) if inside else text.partition(tags.open)

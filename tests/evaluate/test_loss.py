@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,20 @@ def test_answers_are_the_tokens_behind_the_thinking(model: Path, tmp_path: Path)
             assert r.prompt_tokens == len(prompt)
             assert r.thinking_tokens == len(rest) - answer
             assert first_of(r) == len(prompt) + len(rest) - answer
+
+
+def test_an_answer_is_found_where_the_template_opens_no_thinking(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": "Who sits?", "thinking": WORDS[0], "answer": "Alpha sits."}))
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    config["chat_template"] = config["chat_template"].replace("<think>", "")
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    engine = load(other, device="cpu")
+    assert "<think>" not in engine.tokenizer.decode(engine.prompt_ids("Who sits?"))
+    [given] = texts.given_answers(engine, texts.read_answers(str(path)))
+    assert engine.tokenizer.decode(given.ids[given.first :]) == "Alpha sits."
 
 
 def test_answers_of_an_evaluation(

@@ -8,7 +8,7 @@ import pytest
 
 from minithink.errors import UsageError
 from minithink.text.tags import THINK, Tags, tags_of
-from minithink.text.thinking import Stage, count_thinking, never_opened, split_thinking
+from minithink.text.thinking import Stage, before_answer, count_thinking, never_opened, split_thinking
 from minithink.text.tokenizer import Tokenizer
 from tests.fixtures_checkpoint import SPECIAL, write_tokenizer
 
@@ -33,6 +33,25 @@ def test_tokens_that_are_thought(tmp_path: Path, tags: bool) -> None:
         if want is None:  # both tags and what is between them; of a tag in pieces, the last one opens
             want = len(thought) + 1
         assert count_thinking(tokenizer, prompt, tokens) == want
+
+
+@pytest.mark.parametrize("tags", [True, False], ids=["tags are tokens", "tags are text"])
+def test_an_answer_begins_behind_the_last_closing_tag(tmp_path: Path, tags: bool) -> None:
+    write_tokenizer(tmp_path, special=SPECIAL if tags else SPECIAL[:4])
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    thought, said = tokenizer.encode("12 34</think>"), tokenizer.encode("a b c")
+    again = tokenizer.encode("<think>12")
+    for prompt in (tokenizer.encode("x<think>\n"), tokenizer.encode("x")):  # whether it opens the thinking or not
+        for tokens, want in (
+            (thought + said, len(thought)),
+            (said + thought + said, len(said + thought)),
+            (thought + said + thought + said, len(thought + said + thought)),
+            (thought, len(thought)),
+            (thought + said + again, len(thought + said + again)),
+            (said, len(said)),
+            ([], 0),
+        ):
+            assert before_answer(tokenizer, prompt, tokens) == want
 
 
 OTHER = Tags("[THINK]", "[/THINK]")
