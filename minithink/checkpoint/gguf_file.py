@@ -18,7 +18,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ class _Header:
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
             raise _Damaged(f"general.alignment is {quoted(alignment)}")
         data = -(-self.place // alignment) * alignment
-        placed = [StoredTensor(t.name, t.path, t.kind, t.shape, data + t.start) for t in tensors]
+        placed = [replace(tensor, start=data + tensor.start) for tensor in tensors]
         return fields, placed
 
     def _check_beginning(self) -> None:
@@ -213,7 +213,13 @@ class _Header:
             sizes = [self.number("Q") for _ in range(dimensions)]
             kind = self.number("I")
             start = self.number("Q")
-            yield StoredTensor(name, path, kind, tuple(reversed(sizes)), start)
+            yield StoredTensor(
+                name=name,
+                path=path,
+                kind=kind,
+                shape=tuple(reversed(sizes)),
+                start=start,
+            )
 
     def value(self, name: str, kind: int) -> Any:
         """The value of a field."""
