@@ -17,7 +17,7 @@ from minithink.errors import MinithinkError, alternatives, named, quoted
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 EMBED, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-Q_BIAS, O_BIAS = "blk.0.attn_q.bias", "blk.0.attn_output.bias"
+Q_BIAS = "blk.0.attn_q.bias"
 F32 = 0  # the type of numbers of 32 bits
 MOST_FACTORS = 2**15  # the largest head has 2¹⁶ channels
 # Types of numbers that are a checkpoint's own. The quantized ones were made of bfloat16, mostly.
