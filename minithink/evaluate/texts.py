@@ -139,8 +139,8 @@ def read_answers(where: str, limit: int | None = None, seed: int = 0, tags: Tags
     """Questions with a thinking text and an answer.
 
     - `reference`: as of `read_texts`.
-    - the folder of an evaluation with `--keep-text`: what the full cache generated, or else the first policy, and
-      came to an end.
+    - the folder of an evaluation with `--keep-text`: what the full cache generated, or else the first policy at
+      its first budget, and came to an end.
     - a `.jsonl` file: one object a line, with `prompt`, `thinking` and `answer`.
 
     Args:
@@ -185,8 +185,9 @@ def given_answers(engine: Engine, texts: Sequence[Text]) -> list[Given]:
 def _kept_texts(folder: Path, tags: Tags) -> list[Text]:
     """Of an evaluation, see `read_answers`."""
     run = read(folder)
-    policies = {record.policy: None for record in run.records}
-    policy = FULL if FULL in policies else next(iter(policies), FULL)
+    cells = [(record.policy, record.budget) for record in run.records]
+    full = (FULL, None)
+    chosen = full if full in cells or not cells else cells[0]
     settings = run.settings
     if settings.get(INSTRUMENT) is not None or not settings.get("dataset"):
         raise UsageError(f"{escaped(folder)} holds no generated texts: give the folder of an evaluation.")
@@ -200,7 +201,8 @@ def _kept_texts(folder: Path, tags: Tags) -> list[Text]:
     questions = {example.id: example.question for example in examples}
     texts = []
     for record in run.records:
-        if record.policy != policy or record.finish_reason != "stop" or record.sample:
+        is_chosen = (record.policy, record.budget) == chosen
+        if not is_chosen or record.finish_reason != "stop" or record.sample:
             continue
         if record.text is None or record.id not in questions:
             raise UsageError(f"{escaped(folder)} does not hold the texts themselves: evaluate with --keep-text.")

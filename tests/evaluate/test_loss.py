@@ -417,6 +417,21 @@ def test_answers_of_an_evaluation(
     ) in capsys.readouterr().err
 
 
+def test_answers_of_a_policy_are_those_at_its_first_budget(model: Path, problems: Path, tmp_path: Path) -> None:
+    """If the evaluation has no full cache: each text is read once."""
+    output = tmp_path / "evaluated"
+    given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
+    given += ["--policies", "window", "--budgets", "40,50", "--limit", "2"]
+    assert main([*given, "--output-dir", str(output), "--keep-text"]) == 0
+    path = output / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["budget"] for row in rows] == [40, 40, 50, 50]
+    for row in rows:
+        row |= {"text": f"so</think>{row['budget']}", "finish_reason": "stop"}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [text.content for text in texts.read_answers(str(output))] == ["so</think>40"] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
