@@ -204,8 +204,13 @@ def _kept_texts(folder: Path, tags: Tags) -> list[Text]:
         is_chosen = (record.policy, record.budget) == chosen
         if not is_chosen or record.finish_reason != "stop" or record.sample:
             continue
-        if record.text is None or record.id not in questions:
+        if record.text is None:
             raise UsageError(f"{escaped(folder)} does not hold the texts themselves: evaluate with --keep-text.")
+        if record.id not in questions:
+            raise UsageError(
+                f"{escaped(settings['dataset'])} has no problem {quoted(record.id)} now, which {escaped(folder)} has "
+                "a text of: restore the dataset, or evaluate again."
+            )
         if tags.close in record.text and record.text.rpartition(tags.close)[2].strip():
             texts.append(Text(record.id, record.text, questions[record.id]))
     return sorted(texts, key=lambda text: text.name)

@@ -27,7 +27,7 @@ from minithink.evaluate.texts import read_texts
 from minithink.kv.byte_size import ByteSize
 from minithink.stream import Stream
 from minithink.tasks.answers import boxed
-from tests.evaluate.run import QUESTIONS
+from tests.evaluate.run import QUESTIONS, write_problems
 from tests.evaluate.test_runner import interrupt
 from tests.fixtures_checkpoint import CONTEXT
 from tests.test_loop import Launched
@@ -417,8 +417,9 @@ def test_answers_of_an_evaluation(
     ) in capsys.readouterr().err
 
 
-def test_answers_of_a_policy_are_those_at_its_first_budget(model: Path, problems: Path, tmp_path: Path) -> None:
+def test_answers_of_a_policy_are_those_at_its_first_budget(model: Path, tmp_path: Path) -> None:
     """If the evaluation has no full cache: each text is read once."""
+    problems = write_problems(tmp_path / "p.jsonl")
     output = tmp_path / "evaluated"
     given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
     given += ["--policies", "window", "--budgets", "40,50", "--limit", "2"]
@@ -430,6 +431,9 @@ def test_answers_of_a_policy_are_those_at_its_first_budget(model: Path, problems
         row |= {"text": f"so</think>{row['budget']}", "finish_reason": "stop"}
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [text.content for text in texts.read_answers(str(output))] == ["so</think>40"] * 2
+    problems.write_text(problems.read_text().replace(rows[0]["id"], "another"))
+    with pytest.raises(UsageError, match=f"has no problem '{rows[0]['id']}' now, which .* has a text of: restore"):
+        texts.read_answers(str(output))
 
 
 @pytest.mark.parametrize(
