@@ -287,6 +287,10 @@ def lookup(name: str, known: Iterable[str] | None = None) -> type[Policy]:
                 f"The policy {quoted(name)} is unknown: what a policy is told follows a colon, "
                 f"{names[at - 1]}:{brief(name)}."
             )
+        if name.endswith(".py"):
+            raise UsageError(
+                f"The policy {quoted(name)} is a file: name a class in it, too, as in {brief(name)}:Class."
+            )
         names = list(POLICIES if known is None else known)
         near = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}? There" if near else "there"

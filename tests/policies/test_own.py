@@ -233,6 +233,9 @@ def test_installed_packages_offer_policies(tmp_path: Path, monkeypatch: pytest.M
     [
         ("other.py:Mine", "The policy's file other.py cannot be read: No such file or directory."),
         ("mine.py:Other", "mine.py has no class Other; its policies are Mine, Needs, Bare, Half, Typed."),
+        ("mine.py", "The policy 'mine.py' is a file: name a class in it, too, as in mine.py:Class."),
+        ("mine.py:sign=1", "The policy 'mine.py' is a file: name a class in it, too"),
+        ("mine.py:Mine:budget=9+mine.py", "The policy 'mine.py' is a file: name a class in it, too"),
         ("mine.py:no_policy", "mine.py:no_policy is <function no_policy"),
         ("mine.py:Bare", "mine.py:Bare is no dataclass: write @dataclass above it"),
         ("mine.py:Half", "mine.py:Half is no dataclass: write @dataclass above it"),
