@@ -519,24 +519,24 @@ def trial_of(engine: Engine, policy: Policy, tokens: int | None = None) -> Trial
     return Trial(engine, policy, prompt[-PROMPT:], text)
 
 
-def check(trial: Trial) -> list[tuple[str, str, str]]:
-    """Try all laws → for each its name, "holds", "fails" or "is not tried", and what was found."""
-    found: list[tuple[str, str, str]] = []
+def check(trial: Trial) -> Iterator[tuple[str, str, str]]:
+    """Try the laws one by one → for each its name, "holds", "fails" or "is not tried", and what was found."""
+    unless = ""  # the first law, if it fails: no other makes sense then
     for law in LAWS:
-        if found and found[0][1] == "fails":
-            found.append((law.__name__, "is not tried", f"{found[0][0]} must hold first"))
+        name = law.__name__
+        if unless:
+            yield name, "is not tried", f"{unless} must hold first"
             continue
         try:
             with explaining():
                 verdict = ("holds", law(trial))
         except Skip as why:
             verdict = ("is not tried", str(why))
-        except Fault as fault:
-            verdict = ("fails", str(fault))
-        except MinithinkError as error:
+        except (Fault, MinithinkError) as error:
             verdict = ("fails", str(error))
-        found.append((law.__name__, *verdict))
-    return found
+        if law is LAWS[0] and verdict[0] == "fails":
+            unless = name
+        yield name, *verdict
 
 
 def has_evicted(trial: Trial) -> bool:
@@ -567,11 +567,12 @@ def _run(argv: list[str] | None) -> int:
     engine.try_out(bound)
     trial = trial_of(engine, policy, args.tokens)
     length = counted(len(trial.text), "token")
-    print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and a text of {length}")
-    verdicts = check(trial)
-    for name, verdict, said in verdicts:
-        print(f"{name:10} {verdict}: {escaped(said)}")
-    failed = [name for name, verdict, _ in verdicts if verdict == "fails"]
+    print(f"{escaped(args.policy)}: a prompt of {len(trial.prompt):,} tokens and a text of {length}", flush=True)
+    failed = []
+    for name, verdict, said in check(trial):
+        print(f"{name:10} {verdict}: {escaped(said)}", flush=True)
+        if verdict == "fails":
+            failed.append(name)
     should_evict = policy.limit is not None or decides_on_plain_tokens(policy)
     if not failed and should_evict and not has_evicted(trial):
         advice = "give a smaller --budget, or more --tokens"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minithink import check
 from minithink.check import main
 from tests.own_policies import unloaded
 
@@ -203,6 +204,17 @@ def test_a_decide_that_yields_nothing_says_so_without_a_budget(capsys: pytest.Ca
 def test_what_cannot_evict_is_not_told_so(capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert main([name, "--tokens", "3"]) == 0
     assert "nothing was evicted" not in capsys.readouterr().out
+
+
+def test_an_interrupted_check_has_said_what_it_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(trial: check.Trial) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "LAWS", (check.budgets, interrupted))
+    assert main(["window", "--budget", "20", "--tokens", "3"]) == 130
+    assert "budgets    holds: a lane holds up to 20" in capsys.readouterr().out
 
 
 def test_bad_options_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
