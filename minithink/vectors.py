@@ -376,7 +376,8 @@ def policy_of(text: str) -> Policy:
                 f"Vectors have no file of {member.name}, which only steers, or foresees texts: name one of "
                 f"{', '.join(SETTINGS)}, or all."
             )
-    return written.make(option="its name alone")
+    have_settings = all(member.name in SETTINGS for member in written.members)
+    return written.make(option="its name alone" if have_settings else "")
 
 
 def about_all() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from minithink import vectors
 from minithink.policies import POLICIES, parse
 from minithink.results.origin import ROOT
+from tests.own_policies import MINE, unloaded
 
 FOLDER = ROOT / "docs" / "vectors"
 MISSING = {"seal", "answer_oracle", "hindsight_oracle", "needs_oracle"}
@@ -200,6 +201,16 @@ def test_what_cannot_be_written(policies: str, said: str, tmp_path: Path, capsys
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
     assert not (tmp_path / "new").exists()
+
+
+def test_a_policy_of_ones_own_is_not_told_to_be_named_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    with unloaded():
+        assert vectors.main(["mine.py:Mine", "--output", "new"]) == 2
+    assert "mine.py:Mine needs a budget in tokens: write mine.py:Mine:budget=…." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policies", ["", "nosuch", "window,nosuch", "window+nosuch", "needs_orcle"])

@@ -348,7 +348,7 @@ def parse(
         text: as above.
         budget: tokens or bytes, for every member that takes a budget (`--budget`).
         schedule: likewise (`--schedule`).
-        option: what gives a budget, for the message that one is missing.
+        option: what else gives a budget, for the message that one is missing; "": nothing does.
         tokens_of: how many tokens a budget in bytes holds; None: there is no model that says it.
 
     Raises:
@@ -435,7 +435,8 @@ def _make(member: _Member, option: str, tokens: Mapping[ByteSize, int]) -> Polic
                 f"budget is {quoted(values['budget'])}: drop the budget, or make them equal."
             )
     if "budget" in known and values.get("budget", known["budget"].default) in (None, MISSING):
-        raise UsageError(f"The policy {name} needs a budget in tokens: give {option}, or {name}:budget=….")
+        advice = f"give {option}, or" if option else "write"
+        raise UsageError(f"The policy {name} needs a budget in tokens: {advice} {name}:budget=….")
     missing = [key for key, field in known.items() if key not in values and _is_required(field)]
     if missing:
         raise UsageError(f"The policy {name} needs a value of {missing[0]}: write {name}:{missing[0]}=….")
