@@ -48,7 +48,7 @@ from minithink.evaluate.plan import (
     tokens_by_bytes,
 )
 from minithink.evaluate.ranks import refuse_ranks
-from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order
+from minithink.evaluate.runner import CPU_BATCH, FREE, GPU_BATCH, about_before, calibrations, in_order, say_what_stays
 from minithink.evaluate.summary import FULL
 from minithink.evaluate.texts import (
     LENGTH,
@@ -235,6 +235,9 @@ def measure(
             there = f"{len(journal.done):,} of {counted(total, 'text')}"
             _say(f"interrupted: {folder} holds {there}; {again} to read the rest")
             return None
+        except MinithinkError:
+            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'text')}")
+            raise
     records = read(folder).records
     if all(record.finish_reason == NON_FINITE for record in records):
         raise MinithinkError(

@@ -328,6 +328,9 @@ def evaluate(
                 "finish the rest"
             )
             return None
+        except MinithinkError:
+            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'sequence')}")
+            raise
         finally:
             for recording in evaluation.recordings:
                 recording.close()
@@ -425,6 +428,14 @@ def about_before(journal: Journal, resume: bool, total: int, done: str = "genera
     if len(journal.records) == total:
         return [f"{there}: nothing is {done}, only summed up again"]
     return [f"{there}: the rest is {done}"]
+
+
+def say_what_stays(journal: Journal, there: str) -> None:
+    """Say what an error leaves of a run, if that is anything. there: how much it is, of how much."""
+    if journal.done:
+        _say(
+            f"an error ends the run: {journal.folder} holds {there}, which --resume keeps if the options are the same"
+        )
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell]) -> dict[str, Any]:

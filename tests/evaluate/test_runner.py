@@ -42,6 +42,7 @@ from minithink.sequence import Track
 from minithink.stream import PREFILL_CHUNK, Stream
 from tests.evaluate.run import NEW, QUESTIONS, evaluate, options, recorded, write_model, write_problems
 from tests.fixtures_checkpoint import write_checkpoint
+from tests.own_policies import unloaded
 from tests.test_loop import Launched
 
 torch.set_num_threads(1)
@@ -471,6 +472,53 @@ def whole(model: Path, problems: Path, tmp_path_factory: pytest.TempPathFactory)
 
 def backwards(sequences: list[Track], lengths: Iterable[int]) -> list[Track]:
     return sequences[::-1]
+
+
+LATE = """
+from dataclasses import dataclass
+
+from minithink.policies.scored import Scored
+
+
+@dataclass
+class Late(Scored):
+    budget: int | None = None
+    schedule: str = "every"
+
+    def score(self, step, layer, choice):
+        raise ValueError("late")
+"""
+
+
+@pytest.mark.parametrize("program", ["answers", "loss"])
+def test_an_error_says_what_stays_for_a_resumed_run(
+    model: Path,
+    problems: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("late.py").write_text(LATE)
+    given = options(model, problems, Path("run"), policies="full,late.py:Late", budgets="12")
+    if program == "loss":
+        Path("text.txt").write_text(" ".join(QUESTIONS))
+        given = ["loss", "--model", str(model), "--texts", "text.txt", "--prompt-tokens", "4", "--length", "24"]
+        given += ["--policies", "late.py:Late", "--budgets", "8", "--output-dir", "run"]
+    with unloaded():
+        assert main(given) == 1
+        failed = capsys.readouterr().err
+        Path("late.py").write_text(LATE.replace('raise ValueError("late")', "return step.pos(layer).float()"))
+        assert main([*given, "--resume"]) == 0
+    *_, note, error = failed.splitlines()
+    assert error.endswith("minithink.evaluate: The policy Late fails in `score` (late.py, line 13): late.")
+    done = len(read(Path("run")).records) // 2
+    noun = "text" if program == "loss" else "sequence"
+    assert note == (
+        f"minithink.evaluate: an error ends the run: run holds {done} of {2 * done} {noun}s, which --resume keeps if "
+        "the options are the same"
+    )
 
 
 def test_order_and_interruption_change_nothing(
