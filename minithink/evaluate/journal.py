@@ -596,7 +596,8 @@ def _read_lines(path: Path) -> tuple[list[Record], int, str]:
                 raise ValueError("it is no object")
         except (ValueError, RecursionError) as error:
             if number == last:
-                return records, size, f"has an incomplete last line ({number}, {counted(len(data) - size, 'byte')})"
+                left = counted(len(data) - size, "byte")
+                return records, size, f"has an incomplete last line (line {number}, {left})"
             raise UsageError(f"{path}, line {number}, is damaged ({error}): delete that line.") from None
         try:
             records.append(Record.from_dict(values))

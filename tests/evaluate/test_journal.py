@@ -121,7 +121,7 @@ def test_every_truncation_of_the_last_line_is_repaired(tmp_path: Path) -> None:
             assert len(journal.notes) == (end > begin)
             if end > begin:
                 size = counted(end - begin, "byte")
-                assert f"{path} has an incomplete last line (3, {size})" in journal.notes[0]
+                assert f"{path} has an incomplete last line (line 3, {size})" in journal.notes[0]
             journal.append(rows[2])
         assert path.read_bytes() == whole
 
@@ -134,7 +134,7 @@ def test_a_damaged_last_line_is_cut_off_and_any_other_is_an_error(tmp_path: Path
     path.write_bytes(good + rubbish)
     with Journal(tmp_path, SETTINGS, resume=True) as journal:
         assert journal.records == [record()]
-        assert "incomplete last line (2, " in journal.notes[0]
+        assert "incomplete last line (line 2, " in journal.notes[0]
     assert path.read_bytes() == good
     broken = good + rubbish.rstrip(b"\n") + b"\n" + record(sample=1).to_json().encode() + b"\n"
     path.write_bytes(broken)
@@ -405,7 +405,7 @@ def test_ranks_are_read_in_order_and_nothing_else_is(tmp_path: Path) -> None:
     (tmp_path / "results-2.jsonl").write_text(record().to_json())
     with Journal(tmp_path, {}, resume=True, rank=0) as journal:
         assert [r.sample for r in journal.records] == [10]
-        assert "results-2.jsonl has an incomplete last line (1, " in journal.notes[0]
+        assert "results-2.jsonl has an incomplete last line (line 1, " in journal.notes[0]
         assert "passed over" in journal.notes[0]
     assert (tmp_path / "results-2.jsonl").read_text(), "it is another rank's"
 

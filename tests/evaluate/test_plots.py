@@ -252,7 +252,8 @@ def test_several_folders_are_one_picture(
     monkeypatch.chdir(tmp_path / "here")
     assert main(["plot", str(a), str(b)]) == 0
     assert (
-        "b/results.jsonl has an incomplete last line (21, 9 bytes), which is passed over." in capsys.readouterr().err
+        "b/results.jsonl has an incomplete last line (line 21, 9 bytes), which is passed over."
+        in capsys.readouterr().err
     )
     assert main(["plot", str(whole)]) == 0
     assert not list(a.glob("*.svg"))

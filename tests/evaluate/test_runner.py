@@ -773,7 +773,7 @@ def test_a_last_line_that_was_cut_off(
     path = tmp_path / "results.jsonl"
     path.write_bytes(path.read_bytes()[:-20])
     assert main(options(model, problems, tmp_path, resume=True)) == 0
-    assert "incomplete last line (7," in capsys.readouterr().err
+    assert "incomplete last line (line 7," in capsys.readouterr().err
     assert recorded(tmp_path) == want
 
 
