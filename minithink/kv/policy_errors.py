@@ -27,14 +27,14 @@ def explaining() -> Iterator[None]:
         yield
     except MinithinkError:
         raise
-    except Exception as error:  # a policy of a user can raise anything
+    except (Exception, SystemExit) as error:  # a policy of a user can raise anything, and call exit()
         said = explained(error)
         if said is None:
             raise
         raise said from error
 
 
-def explained(error: Exception) -> MinithinkError | None:
+def explained(error: Exception | SystemExit) -> MinithinkError | None:
     """The sentence for an error that was raised in a policy from outside of this project; None: it was not."""
     found = None
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -49,7 +49,8 @@ def explained(error: Exception) -> MinithinkError | None:
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""
     name = name_of(policy)
-    return MinithinkError(f"The policy {name} fails in `{code.co_name}` ({where}): {reason(error)}.{there}")
+    why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error)
+    return MinithinkError(f"The policy {name} fails in `{code.co_name}` ({where}): {why}.{there}")
 
 
 def _is_of_users_policy(frame: FrameType) -> bool:

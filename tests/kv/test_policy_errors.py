@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +63,8 @@ class Loud(Policy):
             return {}[layer]
         if self.wrong == "value":
             raise ValueError("it is too loud")
+        if self.wrong == "exit":
+            sys.exit(0)
         if self.wrong == "own sentence":
             raise MinithinkError("The policy loud needs a quieter model.")
         return mass[9] if self.wrong == "index" else mass
@@ -89,6 +92,7 @@ def generate(engine: Engine, policy: Any) -> Any:
         ("attribute", "score", r".*no_such_method"),
         ("key", "score", r""),
         ("value", "score", r"it is too loud"),
+        ("exit", "score", r"it ends the program \(SystemExit\)\."),
     ],
 )
 def test_a_wrong_score_is_one_sentence_with_method_line_and_shapes(
