@@ -919,6 +919,8 @@ def test_a_copy_of_a_cache_is_refused() -> None:
 def test_models_and_policies_that_cannot_run_are_refused() -> None:
     with pytest.raises(UsageError, match="of type None: caches are for"):
         hf.cache(object(), "full")
+    with pytest.raises(UsageError, match="The model is a name, 'smollm2': load it first"):
+        hf.cache("smollm2", "full")
     sliding = transformers.Qwen2Config(
         hidden_size=8,
         intermediate_size=8,

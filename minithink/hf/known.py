@@ -155,6 +155,10 @@ def config_of(decoder: Any) -> ModelConfig:
 def _refuse_others(model: Any) -> None:
     """UsageError: the model is of another kind, cannot generate, has sliding layers, or lies on several devices or on
     none."""
+    if isinstance(model, str):
+        raise UsageError(
+            f"The model is a name, {quoted(model)}: load it first, with AutoModelForCausalLM.from_pretrained."
+        )
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if kind not in KINDS:
