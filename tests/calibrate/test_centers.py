@@ -63,7 +63,9 @@ def test_worked_example() -> None:
     norm = torch.tensor([[(1.605736, 1.550094), (1.245356, 1.066391)]])
     assert_close("center", found["center"], center, atol=1e-6)
     assert_close("norm", found["norm"], norm, atol=1e-6)
-    # R is .984682 and .680019 in head A, .897763 and .937742 in head B. Band 0 is the strongest of both heads.
+    # R, of band 0 and 1; band 0 is the strongest of both heads.
+    share = torch.hypot(*found["center"].chunk(2, dim=-1)) / found["norm"]
+    assert_close("R", share, torch.tensor([[(0.984682, 0.680019), (0.897763, 0.937742)]]), atol=1e-6)
     about = concentration(found)
     assert about["median"] == pytest.approx([0.897763], abs=1e-6)  # of four the lower one
     assert about["median_of_strongest"] == pytest.approx([0.897763], abs=1e-6)

@@ -18,7 +18,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.model import Rope, rope_frequencies
 from minithink.policies import parse
-from minithink.policies.triattention import TriAttention
+from minithink.policies.triattention import TriAttention, bands
 from minithink.ref.rope import rope
 from minithink.ref.tri_score import tri_score
 from tests.compare import assert_close
@@ -119,6 +119,30 @@ def test_the_example_stores_these_keys() -> None:
     assert_close("keys", KEYS[2:], STORED, atol=1e-6)
 
 
+def test_the_mean_over_the_distances() -> None:
+    """m_f, which is u_f / c_f: the same for both heads."""
+    policy = made()
+    assert policy._u is not None
+    m = bands(policy._u[0]) / bands(CENTER[0])
+    want = torch.tensor([-0.016449 + 0.117988j, 0.408835 + 0.259801j])
+    for part in (torch.real, torch.imag):
+        assert_close("m", part(m), part(want).expand(2, -1), atol=2e-6)
+
+
+def test_bands_that_turn_fast_hardly_count() -> None:
+    """|m_f| of five of the 32 bands of a head of 64 channels, θ = 10,000."""
+    config = example_config(head_dim=64)
+    assert config.rope_theta == 10_000
+    omega, _ = rope_frequencies(config)
+    policy = TriAttention(budget=5)
+    ones = torch.cat((torch.ones(1, 1, 32), torch.zeros(1, 1, 32)), dim=-1)  # c_f = 1, so that u_f = m_f
+    policy._take_centers({"center": ones, "norm": torch.ones(1, 1, 32), "omega": omega.double()})
+    assert policy._u is not None
+    m = bands(policy._u[0, 0]).abs()
+    assert_close("|m|", m[[0, 8, 16, 24, 31]], torch.tensor([0.119, 0.402, 0.484, 0.491, 0.696]), atol=6e-4)
+    assert (m < 1).all()
+
+
 def test_the_virtual_query() -> None:
     policy = made()
     assert policy._u is not None
@@ -142,6 +166,33 @@ def test_both_terms() -> None:
     length = torch.hypot(*KEYS[2:].chunk(2, dim=-1))
     assert_close("S_trig", query @ KEYS[2:].T, torch.tensor([A_TRIG, B_TRIG]), atol=2e-6)
     assert_close("S_norm", policy._e[0] @ length.T, torch.tensor([A_NORM, B_NORM]), atol=2e-6)
+
+
+A_Z = (-1.385655, 1.372286, 0.891976, -0.526463, -0.352145)
+B_Z = (-0.728880, -0.339809, 1.906887, 0.008544, -0.846742)
+
+
+def test_z_scores_of_each_head() -> None:
+    policy = made()
+    query = policy.query(step(policy, [KEYS]))[0]
+    generated = (POSITIONS >= 2).view(1, 1, -1)
+    for head, want in enumerate((A_Z, B_Z)):
+        own = slice(head, head + 1)
+        z = tri_score(Keys(KEYS[None, None]), 0, query[:, own], policy._e[0, own], generated)
+        assert_close(f"z of head {head}", z[0, 0, 2:], torch.tensor(want), atol=1e-5)
+
+
+def test_without_z_scores_other_tokens_would_stay() -> None:
+    """Head A has the larger scores, so it would decide alone."""
+    policy = made()
+    query = policy.query(step(policy, [KEYS]))[0, 0]
+    length = torch.hypot(*KEYS[2:].chunk(2, dim=-1))
+    score = query @ KEYS[2:].T + policy._e[0] @ length.T  # S
+    best = score.amax(0)
+    assert_close("max", best, torch.tensor([0.276065, 1.022030, 0.868319, 0.414384, 0.470170]), atol=2e-6)
+    assert sorted(POSITIONS[2:][best.topk(3).indices].tolist()) == [4, 5, 8]
+    kept, _ = decided(policy, [KEYS])
+    assert kept == [[0, 1, 4, 5, 7]]
 
 
 @pytest.mark.parametrize(

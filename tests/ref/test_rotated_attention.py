@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minithink.quant.turboquant import LEVELS, SCALES, TurboQuant
+from minithink.quant.turboquant import LEVELS, SCALES, TurboQuant, rotate
 from minithink.ref.decode_attention import decode_attention
 from minithink.ref.rotated_attention import Stored, rotated_attention
 from tests.compare import assert_close
@@ -56,5 +56,7 @@ def test_worked_inner_product() -> None:
     q = torch.tensor([0.5, -0.2, 0.1, 0.3, 1, 0, -0.4, 0.6])
     (c, s), numbers = stored(TurboQuant(4), x)
     rotated = torch.tensor([-0.459619, 0.318198, -0.035355, -0.530330, 0.388909, 0.318198, 0.530330, 0.883883])
+    assert_close("R(q)", rotate(q), rotated, atol=1e-6)
+    assert float((q * x).sum()) == pytest.approx(0.95, abs=1e-6)
     assert float(s * (rotated * c).sum()) == pytest.approx(0.668240, abs=3e-6)
     assert float((q * numbers).sum()) == pytest.approx(0.668240, abs=3e-6)

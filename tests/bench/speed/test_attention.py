@@ -5,13 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
+from minithink.bench.speed.attention import FORMATS, lane_bytes
 from minithink.bench.tables import pages
+from minithink.kv.pages import layouts
 from minithink.results import record
 from tests.bench.result import RESULT, says_that_there_is_no_gpu
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     says_that_there_is_no_gpu("attention", tmp_path)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("tq4", 136), ("nvfp4", 148), ("bf16", 516)])
+def test_bytes_of_a_token_and_lane(name: str, wanted: int) -> None:
+    """Key and value of 128 channels with their scales, and 4 bytes for the token's place."""
+    lay = layouts(FORMATS[name], 128, torch.bfloat16)[-1]
+    assert lane_bytes(lay, 1) == wanted
 
 
 def row(batch: int, name: str, microseconds: float, **more: Any) -> dict[str, Any]:
