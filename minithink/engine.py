@@ -30,6 +30,7 @@ from minithink.errors import MinithinkError, UsageError, alternatives, counted, 
 from minithink.generation import DRAWING, GenerationConfig
 from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
+from minithink.kv.cautions import cautions
 from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import PoolSize, bytes_for
 from minithink.kv.plain import most_bytes
@@ -571,9 +572,7 @@ class Engine:
                 check_numbers(member)
             member.bind(self.loaded)
             check_given_budget(member)
-            caution = member.caution(shape)
-            if caution:
-                self.cautions.add(caution)
+        self.cautions.update(cautions(policy, shape, c.qkv_bias))
         opens, closes = self.tokenizer.think_ids
         if policy.exempt_answer and policy.budget is not None and None in (opens, closes):
             tags = " and ".join(self.tokenizer.tags)

@@ -207,6 +207,16 @@ def test_cautions_about_the_config_reach_the_engine(tmp_path: Path) -> None:
     assert "attn_factor = 0.9 has no effect" in caution
 
 
+def test_cautions_about_a_policys_storage_reach_the_engine(tmp_path: Path) -> None:
+    biased = {"architecture": "Qwen2ForCausalLM", "head_dim": 16}
+    engine = load(write_checkpoint(tmp_path, shape=biased))
+    engine.bind(parse("full"))
+    assert not engine.cautions
+    engine.bind(parse("quant:fmt=tq4"))
+    [caution] = engine.cautions
+    assert "this model adds biases to its keys" in caution
+
+
 def test_explicit_arguments_win(tmp_path: Path) -> None:
     engine = load(write_checkpoint(tmp_path, generation={"do_sample": True, "max_new_tokens": 3, "top_k": 2}))
     assert engine.generate("x", seed=1)[0].generated_tokens <= 3

@@ -506,6 +506,13 @@ def test_a_setting_that_cannot_pay_is_warned_of(tiny: Any) -> None:
     assert found[0].filename == __file__
 
 
+def test_rotated_keys_of_a_model_with_biases_are_warned_of() -> None:
+    model = small_model("Qwen2ForCausalLM", head_dim=16)
+    with pytest.warns(UserWarning, match="this model adds biases to its keys") as found:
+        hf.cache(model, "quant:fmt=tq4", max_length=220)
+    assert found[0].filename == __file__
+
+
 # The model stays as it was -----------------------------------------------------------------------------------------
 
 

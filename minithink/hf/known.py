@@ -139,6 +139,7 @@ def _refuse_oracles(classes: Iterable[type[Policy]]) -> None:
 def config_of(decoder: Any) -> ModelConfig:
     """The shape of a decoder of transformers. Its RoPE is left out, because the model rotates by itself."""
     config = decoder.config
+    attention = decoder.layers[0].self_attn
     return ModelConfig(
         architecture=KINDS[config.model_type],
         vocab_size=config.vocab_size,
@@ -147,8 +148,9 @@ def config_of(decoder: Any) -> ModelConfig:
         num_layers=len(decoder.layers),
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=decoder.layers[0].self_attn.head_dim,
+        head_dim=attention.head_dim,
         max_position=config.max_position_embeddings,
+        qkv_bias=attention.k_proj.bias is not None,
     )
 
 

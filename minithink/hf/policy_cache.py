@@ -31,11 +31,11 @@ from minithink.errors import MinithinkError, UsageError, counted
 from minithink.hf.known import Known, ids_of
 from minithink.hf.passes import Hooks, OfModel, Pass, under_way
 from minithink.hf.report import Report, SequenceReport, report_of, summed
+from minithink.kv.cautions import cautions
 from minithink.kv.contract import Policy, Shape, name_of
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
-from minithink.kv.stack import members
 from minithink.model import Rope, Rotated
 from minithink.text.tags import THINK
 from minithink.text.thinking import Stage
@@ -149,10 +149,8 @@ class PolicyCache(Cache):
             device=self.known.device,
             dtype=self.known.dtype,
         )
-        for member in members(self.policy):
-            caution = member.caution(shape)
-            if caution:
-                warnings.warn(f"{caution}.", stacklevel=4)  # where minithink.hf.cache is called
+        for caution in cautions(self.policy, shape, self.known.config.qkv_bias):
+            warnings.warn(f"{caution}.", stacklevel=4)  # where minithink.hf.cache is called
 
     # -- what users call
 
