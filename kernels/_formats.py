@@ -1,6 +1,7 @@
 """The cache's number formats inside kernels: points of codes, nearest codes, packing. Twin: `minithink/quant/`.
 
-Used by `append.py`, `dequantize.py`, `flush.py`, `quantize.py`, `shrink.py`, `_layout.py` and `_planes.py`.
+Used by `append.py`, `dequantize.py`, `flush.py`, `quantize.py`, `shrink.py`, `tri_score.py`, `_layout.py` and
+`_planes.py`.
 
 A format reaches a kernel as compile-time constants, which `constexprs` makes of a Format:
 

@@ -1,7 +1,7 @@
 """TurboQuant inside kernels: the rotation, levels, codes and scales. Twin: `minithink/quant/turboquant.py`.
 
-Used by `append.py`, `dequantize.py`, `paged_attention.py`, `quantize.py`, `survivors.py`, `_formats.py`,
-`_parts.py` and `_planes.py`.
+Used by `append.py`, `dequantize.py`, `paged_attention.py`, `quantize.py`, `survivors.py`, `tri_score.py`,
+`_formats.py`, `_parts.py` and `_planes.py`.
 
 The kind of such a format is "tq-" and the rule of its scale: "tq-unbiased", "tq-norm", "tq-mse", "tq-none".
 

@@ -32,12 +32,14 @@ To use it alone, copy this file, `_common.py`, `_formats.py`, `_layout.py`, `_pa
 
 A key's bands are pairs of channels f and f + D/2. The words of a key (`_planes.py`) are read in two halves side by
 side, so that both channels of a band stand at the same place of their halves, and |k_f|² is a sum over the halves.
-Keys in the formats of TurboQuant are stored rotated. Their bands are known only when the whole key is turned back, so
-these keys are read as dense tensors (DENSE).
+Keys in the formats of TurboQuant are stored rotated. For ⟨ũ, k⟩ it would be enough to rotate ũ, once, as attention
+does with its queries. But |k_f| is a length in the original basis: each rotated channel has a part of every band. So
+`_turned_back` reads the key as stored, by codes, and rotates it back in registers. Its words are single channels.
 
 Bound: memory. For each candidate and lane, its key is read once (2·D bytes in bfloat16, or its codes), with 4 bytes
 for its place and 1 for the mask. 4·g bytes of scores are written, and read three times, mostly from the GPU's cache;
-then 4 bytes are written. Arithmetic comes close: 3·g·D/2 multiply-adds and D/2 square roots for a key, in float32.
+then 4 bytes are written. Arithmetic comes close: 3·g·D/2 multiply-adds and D/2 square roots for a key, in float32. To
+rotate a key back takes D·log₂(D) additions, and moves its numbers between threads.
 """
 
 from __future__ import annotations
@@ -51,15 +53,17 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
-from minithink.kernels._layout import Cache, Half, cache, example, half, key_words, ring_half
+from minithink.kernels._formats import load_bytes, round_to, saturate, sharing, to_fp32, unpack
+from minithink.kernels._layout import Cache, Half, cache, example, half, key_words
 from minithink.kernels._parts import unit_of_lane
-from minithink.kernels._planes import one_by_one
+from minithink.kernels._planes import of_tokens, one_by_one
+from minithink.kernels._rotation import decode_level, is_rotated, rotate_back
 
 BLOCK_T = 64  # columns of a program of `_scores`
+TILE = 2048  # numbers of the keys that such a program rotates back
 BLOCK = 512  # columns at a time in `_best`
 LEAST = 1e-6  # the smallest deviation that scores are divided by
 WARPS = 4
-ROTATED = "tq"  # names of TurboQuant's formats begin so
 # Triton must not compile anew for one of these that is 1 or a multiple of 16.
 NUMBERS = ["layer", "table_layer", "rows", "listed", "seen"]
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -98,7 +102,7 @@ def _paged_keys(
     K: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Keys in pages, by planes: K.planes blocks [BLOCK_T, 2·HALF], 0 where not `mine`."""
+    """Keys in pages, in the original basis, by planes: K.planes blocks [BLOCK_T, 2·HALF], 0 where not `mine`."""
     DTYPE: tl.constexpr = C.dtype
     page = (place // C.stride).to(tl.int64)
     slot = place % C.stride
@@ -108,16 +112,37 @@ def _paged_keys(
         row = row * K.row + o_lane * K.row_lane
     o_k = page * K.page + (slot * K.slot + o_lane * K.lane + K.start)
     o_side = page * K.side_page + (slot * K.side_slot + o_lane * K.side_lane + K.side_start)
-    word, m_word = _words_in_halves(K, HALF)
-    m = mine[:, None] & m_word
-    raw = tl.load(p_k + o_k[:, None] + word, m, other=0)
-    if K.kind == "plain":
-        if _INTERPRETED:
-            raw = raw.to(tl.float32)
-        k = (raw,)
+    if is_rotated(K.kind):
+        k = (_turned_back(p_k, p_params, o_k, o_side, mine, C, K),)
     else:
-        k = one_by_one(raw, p_params, p_k_rows, o_side, row, word, m, k_scale, K, DTYPE)
+        word, m_word = _words_in_halves(K, HALF)
+        m = mine[:, None] & m_word
+        raw = tl.load(p_k + o_k[:, None] + word, m, other=0)
+        if K.kind == "plain":
+            if _INTERPRETED:
+                raw = raw.to(tl.float32)
+            k = (raw,)
+        else:
+            k = one_by_one(raw, p_params, p_k_rows, o_side, row, word, m, k_scale, K, DTYPE)
     return k
+
+
+@triton.jit
+def _turned_back(p_k, p_params, o_k, o_side, mine, C: tl.constexpr, K: tl.constexpr):
+    """TurboQuant's keys in the original basis: float32 [BLOCK_T, D], 0 where not `mine`. o_k, o_side: where the codes
+    and the scale of each begin."""
+    BITS: tl.constexpr = K.bits
+    DTYPE: tl.constexpr = C.dtype
+    place = tl.arange(0, C.dim // sharing(BITS))[None, :]  # of the bytes, or three bytes, that codes share
+    if BITS == 3:
+        packed = load_bytes(p_k + o_k[:, None] + place * 3, mine[:, None], 3)
+    else:
+        packed = tl.load(p_k + o_k[:, None] + place, mine[:, None], other=0).to(tl.int32)
+    c = decode_level(unpack(packed, BITS), BITS)
+    scale = of_tokens(p_params, o_side, mine)
+    # x̂ = s·Rᵀ(c), rounded to the model's type, as the twin reads it
+    x = scale[:, None] * rotate_back(c)
+    return to_fp32(round_to(saturate(x, DTYPE), DTYPE))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -145,7 +170,6 @@ def _scores(
     FORMAT: tl.constexpr,
     ALONE: tl.constexpr,
     IN_RING: tl.constexpr,
-    DENSE: tl.constexpr,
     SHARED: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -155,7 +179,7 @@ def _scores(
     p_score: float32 [N, Hq, S]; p_query: float32 [N, Hq, D]; p_weight: float32 [Hq, D/2].
     p_candidate: [N, Hkv or 1, S]; p_rows: int64 [N]; p_place: the store's lists, of `listed` columns.
     p_format: the format of each page. ALONE: all candidates are in FORMAT.
-    p_k, p_params, p_k_rows: from `key_words` of `_layout.py`. DENSE: p_k has the keys as [N, Hkv, S, D].
+    p_k, p_params, p_k_rows: from `key_words` of `_layout.py`.
     p_ring: [L, B, Hkv, R, 2, D]; rows: B, the store's rows.
     """
     GROUP: tl.constexpr = C.group
@@ -169,31 +193,26 @@ def _scores(
         return
     i_row = tl.load(p_rows + i_n)
     word, m_word = _words_in_halves(K, HALF)
-    if DENSE:
-        mine = held
-        token = i_lane.to(tl.int64) * seen + t
-        k = (tl.load(p_k + token[:, None] * C.dim + word, mine[:, None] & m_word, other=0),)
-    else:
-        unit = unit_of_lane(table_layer, i_row, rows, i_head, C)
-        place = tl.load(p_place + unit.to(tl.int64) * listed + t, held, other=0)
-        mine = held & (place >= 0)
-        paged = tl.maximum(place, 0)
-        if not ALONE:
-            of_page = tl.load(p_format + paged // C.stride, mine, other=255).to(tl.int32)
-            mine = mine & (of_page == FORMAT)
-        o_lane = layer * C.layer_lanes + i_head * C.head_lanes
-        k_scale = tl.load(p_k_scale + layer * rows + i_row)
-        k = _paged_keys(p_k, p_params, p_k_rows, p_row_of, paged, mine, o_lane, k_scale, C, K, HALF)
-        if IN_RING:
-            waits = held & (place < 0)
-            token = ((layer * rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
-            m_ring = waits[:, None] & m_word
-            both = ()
-            for i in tl.static_range(PLANES):
-                x = tl.load(p_ring + token[:, None] * (2 * C.dim) + word * PLANES + i, m_ring, other=0)
-                both = both + (tl.where(m_ring, x.to(tl.float32), k[i].to(tl.float32)),)
-            k = both
-            mine = mine | waits
+    unit = unit_of_lane(table_layer, i_row, rows, i_head, C)
+    place = tl.load(p_place + unit.to(tl.int64) * listed + t, held, other=0)
+    mine = held & (place >= 0)
+    paged = tl.maximum(place, 0)
+    if not ALONE:
+        of_page = tl.load(p_format + paged // C.stride, mine, other=255).to(tl.int32)
+        mine = mine & (of_page == FORMAT)
+    o_lane = layer * C.layer_lanes + i_head * C.head_lanes
+    k_scale = tl.load(p_k_scale + layer * rows + i_row)
+    k = _paged_keys(p_k, p_params, p_k_rows, p_row_of, paged, mine, o_lane, k_scale, C, K, HALF)
+    if IN_RING:
+        waits = held & (place < 0)
+        token = ((layer * rows + i_row).to(tl.int64) * C.kv_heads + i_head) * C.ring + (-1 - place)
+        m_ring = waits[:, None] & m_word
+        both = ()
+        for i in tl.static_range(PLANES):
+            x = tl.load(p_ring + token[:, None] * (2 * C.dim) + word * PLANES + i, m_ring, other=0)
+            both = both + (tl.where(m_ring, x.to(tl.float32), k[i].to(tl.float32)),)
+        k = both
+        mine = mine | waits
 
     # |k_f| of each plane's bands
     lengths = ()
@@ -282,21 +301,15 @@ def tri_score(read: Any, layer: int, query: Tensor, weight: Tensor, candidates: 
     score = query.new_empty(n, c.kv_heads * c.group, seen)
     shared = tables < c.kv_heads
     formats = sorted(store.slots.used)
-    rotated = [f for f in formats if store.pages.layouts[f].k.name.startswith(ROTATED)]
-    for i, f in enumerate(formats[:1] if rotated else formats):
-        if rotated:
-            dense, _ = read(layer)
-            k = ring_half(c)
-            memory = (dense.contiguous(), store.pages.side, store.pages.group_params)
-        else:
-            k = half(store, f, "k", torch.float32)
-            memory = key_words(store, f, k)
+    for i, f in enumerate(formats):
+        k = _readable(half(store, f, "k", torch.float32), c)
         if c.dim // 2 % k.planes:
             raise ValueError(
                 f"{c.dim} channels are no bands in words of {k.planes} channels: choose --backend reference"
             )
-        codes, params, scales = memory
-        _scores[n * c.kv_heads, triton.cdiv(seen, BLOCK_T)](
+        block = block_of(k)
+        codes, params, scales = key_words(store, f, k)
+        _scores[n * c.kv_heads, triton.cdiv(seen, block)](
             p_score=score,
             p_query=query,
             p_weight=weight,
@@ -320,10 +333,9 @@ def tri_score(read: Any, layer: int, query: Tensor, weight: Tensor, candidates: 
             FORMAT=f,
             ALONE=len(formats) == 1,
             IN_RING=i == 0 and c.ring > 0,
-            DENSE=bool(rotated),
             SHARED=shared,
             HALF=half_block(k),
-            BLOCK_T=BLOCK_T,
+            BLOCK_T=block,
             num_warps=WARPS,
         )
     _best[(n * c.kv_heads,)](
@@ -339,13 +351,24 @@ def tri_score(read: Any, layer: int, query: Tensor, weight: Tensor, candidates: 
     return z
 
 
+def _readable(k: Half, c: Cache) -> Half:
+    """The same keys in words of one channel, if they are TurboQuant's: `_turned_back` makes no planes."""
+    return k._replace(planes=1, words=c.dim) if is_rotated(k.kind) else k
+
+
 def half_block(k: Half) -> int:
-    """The power of two that is at least the words of half a key."""
-    return max(8, power_of_2(k.words // 2))
+    """The power of two that is at least the words of half a key. A key that is rotated back has no more than its
+    channels."""
+    return k.words // 2 if is_rotated(k.kind) else max(8, power_of_2(k.words // 2))
+
+
+def block_of(k: Half) -> int:
+    """Columns of a program of `_scores`."""
+    return min(BLOCK_T, max(1, TILE // k.words)) if is_rotated(k.kind) else BLOCK_T
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models with one format and several, with and without a ring, and dense keys."""
+    """bfloat16 models with one format and several, with a ring."""
     at = {"i32": " ".join(NUMBERS), "*i64": "p_rows", "*u8": "p_candidate p_format", "*bf16": "p_ring"}
     at |= {"*i32": "p_place p_row_of", "*fp32": "p_score p_query p_weight p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
@@ -358,20 +381,22 @@ def variants() -> Iterator[Variant]:
             (example("ternary", 2, dim, False, False), "*u8", "*u8"),
             (example("fp8", 8, dim, False, False), "*u8", "*u8"),
             (example("int", 4, dim, False, False), "*u8", "*fp16"),
-            (ring_half(c), "*bf16", "*u8"),
+            (example("tq-unbiased", 4, dim, False, False), "*u8", "*fp16"),
+            (example("tq-unbiased", 3, dim, False, False), "*u8", "*fp16"),
+            (example("tq-unbiased", 2, dim, False, False), "*u8", "*fp16"),
+            (example("tq-unbiased", 1, dim, False, False), "*u8", "*fp16"),
         ):
-            dense = k == ring_half(c)
+            k = _readable(k, c)
             signature = common | {"p_k": codes, "p_params": params, "p_k_rows": params}
             constexprs = {
                 "C": c,
                 "K": k,
                 "FORMAT": 1,
                 "ALONE": k.kind == "plain",
-                "IN_RING": not dense,
-                "DENSE": dense,
+                "IN_RING": True,
                 "SHARED": k.by_token,
                 "HALF": half_block(k),
-                "BLOCK_T": BLOCK_T,
+                "BLOCK_T": block_of(k),
             }
             yield Variant(_scores, signature, constexprs, {"num_warps": WARPS})
     signature = {"p_z": "*fp32", "p_score": "*fp32", "p_candidate": "*u8", "seen": "i32"}

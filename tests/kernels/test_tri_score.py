@@ -17,6 +17,7 @@ from minithink.kernels.tri_score import tri_score
 from minithink.kv.contract import Scope, Storage
 from minithink.kv.reading import Reading
 from minithink.kv.store import PagedStore
+from minithink.quant.turboquant import LEVELS, SCALES
 from minithink.ref import tri_score as ref
 from tests.compare import assert_close, assert_same
 from tests.kernels.device import DEVICE
@@ -114,17 +115,45 @@ def test_heads_of_any_size(dim: int) -> None:
     assert_close("Z", tri_score(read, 0, query, weight, candidates[0]), want, atol=1e-4)
 
 
-def test_keys_that_are_stored_rotated_are_read_as_dense_ones() -> None:
-    store = filled(Storage(("tq4",)), "layer", [19, 5], layers=2)
-    query, weight, candidates = inputs(store, [0, 1], 3)
+@settings(max_examples=max(1, settings().max_examples // 6))
+@given(
+    bits=st.sampled_from([*LEVELS]),
+    scale=st.sampled_from(SCALES),
+    params=st.sampled_from(["fp16", "fp32"]),
+    dim=st.sampled_from([8, 16, 64, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    buffer=st.sampled_from([0, 8]),
+    group=st.sampled_from([1, 3]),
+    block_t=st.sampled_from([4, 64]),
+    seed=st.integers(0, 999),
+)
+def test_keys_that_are_stored_rotated(
+    bits: int,
+    scale: str,
+    params: str,
+    dim: int,
+    dtype: torch.dtype,
+    buffer: int,
+    group: int,
+    block_t: int,
+    seed: int,
+) -> None:
+    """Every format of TurboQuant, alone and with tokens that wait, which are not rotated."""
+    storage = Storage((f"tq{bits}:scale={scale},params={params}/fp8",), block=8, buffer=buffer)
+    store = filled(storage, "head", [19, 5], layers=2, group=group, dim=dim, dtype=dtype, steps=11, seed=seed)
+    query, weight, candidates = inputs(store, [0, 1], seed)
     read = Reading(store)
     for layer in range(2):
         want = ref.tri_score(read, layer, query, weight, candidates[layer])
-        assert_close("Z", tri_score(read, layer, query, weight, candidates[layer]), want, atol=1e-3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "BLOCK_T", block_t)
+            got = tri_score(read, layer, query, weight, candidates[layer])
+        assert_close("Z", got, want, atol=1e-3, rtol=1e-4)
 
 
-def test_a_dense_copy_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled(STORAGES["thoughts"], "head", [19], layers=1)
+@pytest.mark.parametrize("name", ["thoughts", "tq4", "tq3", "thoughts-rotated"])
+def test_a_dense_copy_is_not_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(STORAGES[name], "head", [19], layers=1)
     query, weight, candidates = inputs(store, [0], 3)
     read = Reading(store)
     want = tri_score(read, 0, query, weight, candidates[0])
