@@ -374,25 +374,6 @@ def test_bytes_of_a_token(name: str, dim: int) -> None:
     assert parse(f"{name}:params=fp32").bytes_per_token(dim) == dim * bits / 8 + 4
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("tq4", 66),
-        ("tq3", 50),
-        ("tq2", 34),
-        ("tq1", 18),
-        ("nvfp4", 72),
-        ("int4:group=16", 96),
-        ("int4:group=128", 68),
-        ("ternary", 40),
-        ("int2:group=128", 36),
-    ],
-)
-def test_bytes_of_a_token_beside_other_formats(name: str, wanted: int) -> None:
-    """Of a key, or of a value, of 128 channels."""
-    assert parse(name).bytes_per_token(128) == wanted
-
-
 @pytest.mark.parametrize("dim", [80, 96, 20])
 def test_heads_that_no_hadamard_matrix_fits_are_refused(dim: int) -> None:
     with pytest.raises(UsageError, match=f"power of two.*{dim}: choose fp8, or nvfp4 or int4"):
