@@ -493,6 +493,7 @@ KERNELS = (
     "window:budget=16+quant:fmt=int4,by=token",
     "triattention:budget=12,buffer=2,protect_prompt=false",
     "triattention:budget=14,buffer=2,share=all,protect_prompt=false+quant:fmt=int8,buffer=4",
+    "triattention:budget=14,buffer=2,protect_prompt=false+quant:fmt=tq4,v_fmt=tq3",
 )
 
 
