@@ -309,6 +309,9 @@ def _read_normalizer_step(spec: dict[str, Any]) -> Normalizer:
         return lambda text: "".join(map(str.lower, text))  # one by one: Σ becomes σ at the end of a word, too
     if kind == "Prepend":
         prefix = text_in(spec, "prepend")
+        if not prefix:
+            # tokenizers then loses count of the characters: a later step repeats one of them, or panics.
+            raise Unsupported("prepend is the empty text, with which Hugging Face damages texts: remove this step.")
         return lambda text: text and prefix + text
     if kind == "Strip":
         return _strip(flag(spec, "strip_left"), flag(spec, "strip_right"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import regex
 import tokenizers
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from minithink.errors import MinithinkError
@@ -365,7 +365,11 @@ NORMALIZERS = st.recursive(
 OLD = st.characters(exclude_categories=("Cs",)).filter(lambda c: unicodedata.ucd_3_2_0.category(c) != "Cn")
 
 
+STRIP_RIGHT = {"type": "Strip", "strip_left": False, "strip_right": True}
+
+
 @given(spec=NORMALIZERS, texts=st.lists(st.text(OLD) | TEXTS, min_size=5, max_size=5))
+@example(spec={"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": ""}, STRIP_RIGHT]}, texts=[" "])
 def test_normalized_texts_equal_tokenizers(spec: Spec, texts: list[str]) -> None:
     try:
         normalize = read_normalizer(spec)
@@ -415,6 +419,7 @@ def test_nothing_is_normalized_without_a_normalizer() -> None:
         ({"type": "Precompiled", "precompiled_charsmap": "a" * 9999}, "'Precompiled' is not supported"),
         ({"type": "BertNormalizer"}, "'BertNormalizer'"),
         ({"type": "Prepend", "prepend": 5}, "prepend is 5"),
+        ({"type": "Prepend", "prepend": ""}, "prepend is the empty text"),
         ({"type": "Strip"}, "strip_left is None"),
         ({"type": "Replace", "pattern": {"String": "a"}}, "content is None"),
         ({"type": "Replace", "pattern": {"Regex": "a|"}, "content": ""}, "'a|' is not supported"),
