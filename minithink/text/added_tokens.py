@@ -9,8 +9,10 @@ transformers finds them in six places, and so does this module:
 5. the named tokens in tokenizer_config.json: `bos_token`, `eos_token` and every other field that ends with `_token`;
 6. `extra_special_tokens` in it, or else `additional_special_tokens`: a list, or an object of names and tokens.
 
-A token of 5 and 6 that no file gives an id becomes a special token behind all others, as in transformers. An id that
-a file gives is kept, where transformers closes holes between ids.
+A token of 3, 5 and 6 that no file gives an id becomes a special token behind all others, as in transformers. If it is
+declared with several sets of flags, the last new set counts, as in transformers 5 (version 4 took the first one). The
+order is that of `NAMES`, then other names, then extra tokens. An id that a file gives is kept, where transformers
+closes holes between ids.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class AddedToken:
     lstrip: bool = False  # white space before it belongs to it
     rstrip: bool = False  # white space after it belongs to it
     normalized: bool = True  # its normalized content is looked for in the normalized text, else its content
+    as_text: bool = False  # a file gives its content alone, which to transformers equals no object
 
 
 @dataclass
@@ -171,10 +174,12 @@ def read_added_tokens(spec: Any, vocab: dict[str, int], files: TokenFiles) -> Ad
     for id, token in sorted(listed.items()):
         is_special = token.special or token.content in names
         tokens.add(replace(token, special=is_special), id)
+    declared: list[AddedToken] = []  # none twice: to declare a token again as it was declared before changes nothing
     for token in (*named.values(), *extra):
-        if token.content not in known:
-            tokens.add(token)
-            known.add(token.content)
+        if token.content not in known and token not in declared:
+            declared.append(token)
+    for token in declared:
+        tokens.add(token)
     tokens.named = {name: token.content for name, token in named.items()}
     return tokens
 
@@ -275,7 +280,7 @@ def _as_list(values: Any, what: str) -> list[Any]:
 def _read_special(value: Any, what: str) -> AddedToken:
     """A special token that is given as its text, or as an object."""
     if isinstance(value, str):
-        return AddedToken(value, special=True, normalized=False)
+        return AddedToken(value, special=True, normalized=False, as_text=True)
     return replace(_read_token(value, what, special=True), special=True)
 
 

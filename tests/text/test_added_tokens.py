@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -90,7 +90,25 @@ def write(files: dict[str, Spec], folder: Path) -> None:
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
+def declared(**tokens: Spec | str) -> dict[str, Spec]:
+    """The files of a tokenizer whose special_tokens_map.json declares tokens, and no other file does."""
+    return {"tokenizer.json": {"normalizer": None}, "special_tokens_map.json": tokens, "tokenizer_config.json": {}}
+
+
+PLAIN = {"content": "<B>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+WHOLE = PLAIN | {"single_word": True}
+
+
 @given(files=folders(), texts=st.lists(TEXTS, min_size=4, max_size=4))
+# Declarations of one content with different flags: the last one counts, unless it repeats one before it.
+@example(files=declared(eos_token=WHOLE, unk_token=PLAIN), texts=["<a><B>a"])
+@example(files=declared(eos_token=PLAIN, unk_token=WHOLE), texts=["<a><B>a"])
+@example(files=declared(bos_token=PLAIN, eos_token=WHOLE, unk_token=PLAIN), texts=["<a><B>a"])
+@example(files=declared(bos_token="<B>", eos_token=WHOLE, unk_token="<B>"), texts=["<a><B>a"])
+# A content alone repeats no object, even if both mean the same.
+@example(files=declared(bos_token="<B>", eos_token=WHOLE, unk_token=PLAIN), texts=["<a><B>a"])
+@example(files=declared(bos_token=PLAIN, eos_token=WHOLE, unk_token="<B>"), texts=["<a><B>a"])
+@example(files=declared(eos_token=WHOLE, additional_special_tokens=["<B>"]), texts=["<a><B>a"])
 def test_ids_and_special_flags_equal_transformers(
     files: dict[str, Spec], texts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
