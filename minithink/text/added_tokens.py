@@ -163,13 +163,13 @@ def read_added_tokens(spec: Any, vocab: dict[str, int], files: TokenFiles) -> Ad
     own = _read_own(spec, tokens)
     has_list = "added_tokens_decoder" in files.config
     named, extra, listed_extra = _read_special_tokens(files.config, {} if has_list else files.special_map)
+    names = {token.content for token in named.values()}
     if has_list:
-        listed = _read_listed(files.config["added_tokens_decoder"])
+        listed = _read_listed(files.config["added_tokens_decoder"], names)
     else:
         special = {token.content for name, token in named.items() if name in NAMES}
         special |= {token.content for token in listed_extra}
         listed = _read_added(files.added, special) | own
-    names = {token.content for token in named.values()}
     known = {*tokens.ids, *(token.content for token in listed.values())}
     for id, token in sorted(listed.items()):
         is_special = token.special or token.content in names
@@ -208,13 +208,15 @@ def _read_own(entries: Any, tokens: AddedTokens) -> dict[int, AddedToken]:
     return own
 
 
-def _read_listed(entries: Any) -> dict[int, AddedToken]:
-    """The tokens of added_tokens_decoder, by id."""
+def _read_listed(entries: Any, names: set[str]) -> dict[int, AddedToken]:
+    """The tokens of added_tokens_decoder, by id. names: contents of named tokens, which are special."""
     if not isinstance(entries, dict):
         raise Unsupported(f"added_tokens_decoder is {quoted(entries)}, and must be an object of ids and tokens.")
     listed: dict[int, AddedToken] = {}
     for id, entry in entries.items():
         token = _read_token(entry, "added_tokens_decoder")
+        if token.content in names:
+            token = _read_token(entry, "added_tokens_decoder", special=True)
         if not id.isdecimal() or len(id) > 10:
             raise Unsupported(f"added_tokens_decoder has the id {quoted(id)}, which is no token id.")
         check_id(int(id), "the added token", token.content)
@@ -281,14 +283,14 @@ def _read_special(value: Any, what: str) -> AddedToken:
     """A special token that is given as its text, or as an object."""
     if isinstance(value, str):
         return AddedToken(value, special=True, normalized=False, as_text=True)
-    return replace(_read_token(value, what, special=True), special=True)
+    return _read_token(value, what, special=True)
 
 
 def _read_token(value: Any, what: str, special: bool = False) -> AddedToken:
-    """A token that is given as an object. special: whether it is, if the object does not say it."""
+    """A token that is given as an object. special: it is special, whatever the object says."""
     if not isinstance(value, dict):
         raise Unsupported(f"{what} holds the token {quoted(value)}, which is not an object with a content.")
-    is_special = flag(value, "special", special)
+    is_special = special or flag(value, "special", False)
     return AddedToken(
         content=text_in(value, "content"),
         special=is_special,

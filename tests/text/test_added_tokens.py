@@ -90,11 +90,19 @@ def write(files: dict[str, Spec], folder: Path) -> None:
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
 
 
-def declared(**tokens: Spec | str) -> dict[str, Spec]:
+def declared(normalizer: Spec | None = None, **tokens: Spec | str | list[str]) -> dict[str, Spec]:
     """The files of a tokenizer whose special_tokens_map.json declares tokens, and no other file does."""
-    return {"tokenizer.json": {"normalizer": None}, "special_tokens_map.json": tokens, "tokenizer_config.json": {}}
+    own = {"normalizer": normalizer}
+    return {"tokenizer.json": own, "special_tokens_map.json": tokens, "tokenizer_config.json": {}}
 
 
+def listed(normalizer: Spec | None, token: Spec, **named: str) -> dict[str, Spec]:
+    """The files of a tokenizer whose added_tokens_decoder holds one token, and whose config names some."""
+    config = {"added_tokens_decoder": {str(BASE): token}, **named}
+    return {"tokenizer.json": {"normalizer": normalizer}, "tokenizer_config.json": config}
+
+
+LOWER = {"type": "Lowercase"}
 PLAIN = {"content": "<B>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 WHOLE = PLAIN | {"single_word": True}
 
@@ -109,6 +117,9 @@ WHOLE = PLAIN | {"single_word": True}
 @example(files=declared(bos_token="<B>", eos_token=WHOLE, unk_token=PLAIN), texts=["<a><B>a"])
 @example(files=declared(bos_token=PLAIN, eos_token=WHOLE, unk_token="<B>"), texts=["<a><B>a"])
 @example(files=declared(eos_token=WHOLE, additional_special_tokens=["<B>"]), texts=["<a><B>a"])
+# A named token is special, whatever its object says, and is looked for in the text as it was before normalizing.
+@example(files=declared(LOWER, eos_token={"content": "<B>", "special": False}), texts=["<b><B>"])
+@example(files=listed(LOWER, {"content": "<B>"}, image_token="<B>"), texts=["<b><B>"])
 def test_ids_and_special_flags_equal_transformers(
     files: dict[str, Spec], texts: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
