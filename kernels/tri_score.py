@@ -368,7 +368,7 @@ def block_of(k: Half) -> int:
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models with one format and several, with a ring."""
+    """bfloat16 models with one format and several, without a ring and with one."""
     at = {"i32": " ".join(NUMBERS), "*i64": "p_rows", "*u8": "p_candidate p_format", "*bf16": "p_ring"}
     at |= {"*i32": "p_place p_row_of", "*fp32": "p_score p_query p_weight p_k_scale"}
     common = {name: kind for kind, names in at.items() for name in names.split()}
@@ -393,7 +393,7 @@ def variants() -> Iterator[Variant]:
                 "K": k,
                 "FORMAT": 1,
                 "ALONE": k.kind == "plain",
-                "IN_RING": True,
+                "IN_RING": k.kind != "plain",
                 "SHARED": k.by_token,
                 "HALF": half_block(k),
                 "BLOCK_T": block_of(k),
