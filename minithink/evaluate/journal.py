@@ -32,7 +32,7 @@ FULL = "full"  # the policy that keeps everything: what the others are compared 
 INSTRUMENT = "instrument"  # the setting that says what a run measures, if it is not answers
 SOURCES = "sources"  # the setting with the hashes of the policies' code, by policy
 BYTES = "tokens_of_bytes"  # the setting that says what budgets in bytes come to: policy → budget → tokens
-RESUME = "give the same command with --resume"  # how a user goes on after Ctrl-C
+RESUME = "give the same command with --resume"  # how a user goes on after Ctrl-C or an error
 MOST = 2**63  # numbers of a record are below
 # Settings that change neither what is generated nor how it is graded: a resumed run may have others.
 MAY_DIFFER = {

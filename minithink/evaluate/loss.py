@@ -180,7 +180,7 @@ def measure(
         folder: where the results go.
         command: the command line, for the record.
         resume: finish what an earlier start of the same job left in the folder.
-        again: what the user must do after Ctrl-C to go on.
+        again: what the user must do after Ctrl-C or an error to go on.
     """
     refuse_ranks()
     cells = cells_of(job)
@@ -236,7 +236,7 @@ def measure(
             _say(f"interrupted: {folder} holds {there}; {again} to read the rest")
             return None
         except MinithinkError:
-            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'text')}")
+            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'text')}", again)
             raise
     records = read(folder).records
     if all(record.finish_reason == NON_FINITE for record in records):

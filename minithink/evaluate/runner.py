@@ -251,7 +251,7 @@ def evaluate(
             None: the full cache is run first if a budget is a share.
         engine: the job's model; None: it is loaded.
         board: refuses a run that has nothing committed beside it; None: nothing is compared.
-        again: what the user must do after Ctrl-C to go on.
+        again: what the user must do after Ctrl-C or an error to go on.
     """
     cells = cells_of(job)
     policies = [FULL] if job.policies is None else [spec.text for spec in job.policies]
@@ -329,7 +329,7 @@ def evaluate(
             )
             return None
         except MinithinkError:
-            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'sequence')}")
+            say_what_stays(journal, f"{len(journal.done):,} of {counted(total, 'sequence')}", again)
             raise
         finally:
             for recording in evaluation.recordings:
@@ -430,12 +430,16 @@ def about_before(journal: Journal, resume: bool, total: int, done: str = "genera
     return [f"{there}: the rest is {done}"]
 
 
-def say_what_stays(journal: Journal, there: str) -> None:
-    """Say what an error leaves of a run, if that is anything. there: how much it is, of how much."""
+def say_what_stays(journal: Journal, there: str, again: str) -> None:
+    """Say what an error leaves of a run, if that is anything.
+
+    Args:
+        journal: of the run.
+        there: how much there is, of how much.
+        again: as of `evaluate`.
+    """
     if journal.done:
-        _say(
-            f"an error ends the run: {journal.folder} holds {there}, which --resume keeps if the options are the same"
-        )
+        _say(f"an error ends the run: {journal.folder} holds {there}; {again} to finish the rest")
 
 
 def calibrations(engine: Engine, cells: Sequence[Cell]) -> dict[str, Any]:

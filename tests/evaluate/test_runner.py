@@ -516,8 +516,8 @@ def test_an_error_says_what_stays_for_a_resumed_run(
     done = len(read(Path("run")).records) // 2
     noun = "text" if program == "loss" else "sequence"
     assert note == (
-        f"minithink.evaluate: an error ends the run: run holds {done} of {2 * done} {noun}s, which --resume keeps if "
-        "the options are the same"
+        f"minithink.evaluate: an error ends the run: run holds {done} of {2 * done} {noun}s; give the same command "
+        "with --resume to finish the rest"
     )
 
 

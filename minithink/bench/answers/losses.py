@@ -22,7 +22,7 @@ from minithink.evaluate.loss_job import LossJob
 from minithink.evaluate.plan import Spec
 from minithink.evaluate.texts import LENGTH, REFERENCE, read_texts
 
-AGAIN = "give the same command"  # after Ctrl-C; a sweep goes on by itself
+AGAIN = "give the same command"  # after Ctrl-C or an error; a sweep goes on by itself
 FIXED = "texts"  # beside REFERENCE in `Sweep.datasets`: the texts of `python -m minithink.models texts`
 COLUMNS = ("budget_tokens", "texts", "tokens", "loss", "tokens_mean", "tokens_peak", "kv_bytes_mean", "kv_bytes_peak")
 

@@ -11,6 +11,8 @@ import torch
 
 from minithink.bench.__main__ import main
 from minithink.bench.answers import pool, reproduce, sweep
+from minithink.errors import MinithinkError
+from minithink.evaluate.journal import Journal, Record
 from minithink.evaluate.plan import Spec
 
 torch.set_num_threads(1)
@@ -112,6 +114,26 @@ def test_a_share_needs_the_run_that_it_is_of(there: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert again(there, "window", "0.5") == 1
     assert "The pool has no run of full for 'facts', and the budget 0.5 is a share" in capsys.readouterr().err
+
+
+def test_an_error_leaves_nothing_to_resume(
+    there: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command has no --resume, and its folder is gone when it ends."""
+    append = Journal.append
+
+    def fails_at_the_second(self: Journal, record: Record) -> None:
+        if self.done:
+            raise MinithinkError("no room")
+        append(self, record)
+
+    monkeypatch.setattr(Journal, "append", fails_at_the_second)
+    capsys.readouterr()
+    assert again(there, "window", "0.5") == 1
+    said = capsys.readouterr().err
+    assert "holds 1 of 2 sequences; that folder goes now, and nothing was compared; give the same command" in said
+    assert "--resume" not in said
+    assert "no room" in said
 
 
 def test_no_answer_in_common_is_no_success(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
