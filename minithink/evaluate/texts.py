@@ -211,7 +211,9 @@ def _kept_texts(folder: Path, tags: Tags) -> list[Text]:
                 f"{escaped(settings['dataset'])} has no problem {quoted(record.id)} now, which {escaped(folder)} has "
                 "a text of: restore the dataset, or evaluate again."
             )
-        if tags.close in record.text and record.text.rpartition(tags.close)[2].strip():
+        _, closed, answer = record.text.rpartition(tags.close)
+        thinks_again = tags.open in answer
+        if closed and answer.strip() and not thinks_again:
             texts.append(Text(record.id, record.text, questions[record.id]))
     return sorted(texts, key=lambda text: text.name)
 

@@ -387,7 +387,7 @@ def test_an_answer_is_found_where_the_template_opens_no_thinking(model: Path, tm
 def test_answers_of_an_evaluation(
     model: Path, problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its texts are read with their questions; those that never ended are left out."""
+    """Its texts are read with their questions; those that never ended, or think again at their end, are left out."""
     output = tmp_path / "evaluated"
     given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
     assert main([*given, "--output-dir", str(output), "--keep-text"]) == 0
@@ -396,7 +396,8 @@ def test_answers_of_an_evaluation(
     for row in rows[:3]:
         row["text"] = "so</think>Alpha"
         row["finish_reason"] = "stop"
-    for row in rows[3:]:
+    rows[3] |= {"text": "so</think>Alpha <think>or not", "finish_reason": "stop"}
+    for row in rows[4:]:
         row["finish_reason"] = "length"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(words(model, output, tmp_path / "out", policies="window", budgets="20", answers=True)) == 0
