@@ -52,13 +52,13 @@ class Mine(Policy):
     """Somebody's own."""
 
     name = "mine"
-    storage = Storage(("plain", "tq2/fp8"), also=("tq2", "fp8/tq1"))
+    storage = Storage(("plain", "tq2/fp8"), also=("tq2", "tq3/fp8", "fp8/tq1"))
 
 
 def test_a_policy_of_ones_own() -> None:
-    """Each format counts once."""
+    """The formats of keys count, each once, also those that tokens move to."""
     [sentence] = said(Mine())
-    assert sentence.startswith("mine: the error of tq2 is relative")
+    assert sentence.startswith("mine: the error of tq2 and tq3 is relative")
 
 
 class Outspoken(Mine):
