@@ -521,11 +521,11 @@ def trial_of(engine: Engine, policy: Policy, tokens: int | None = None) -> Trial
 
 def check(trial: Trial) -> Iterator[tuple[str, str, str]]:
     """Try the laws one by one → for each its name, "holds", "fails" or "is not tried", and what was found."""
-    unless = ""  # the first law, if it fails: no other makes sense then
+    broken = ""  # the first law's name, if it fails: no other law makes sense then
     for law in LAWS:
         name = law.__name__
-        if unless:
-            yield name, "is not tried", f"{unless} must hold first"
+        if broken:
+            yield name, "is not tried", f"{broken} must hold first"
             continue
         try:
             with explaining():
@@ -535,7 +535,7 @@ def check(trial: Trial) -> Iterator[tuple[str, str, str]]:
         except (Fault, MinithinkError) as error:
             verdict = ("fails", str(error))
         if law is LAWS[0] and verdict[0] == "fails":
-            unless = name
+            broken = name
         yield name, *verdict
 
 
