@@ -261,7 +261,7 @@ def answers_said(result: Result) -> Iterable[str]:
     yield (
         f"{full['texts']} reference traces, {full['tokens']:,} tokens of answers. With the full cache their loss is "
         f"{full['loss']:.4f}. Above it: nats a token, mean over texts, with the 95 % interval by bootstrap over "
-        "texts. Tokens and bytes: the mean over a text's steps."
+        "texts. Tokens and bytes: the mean over the steps of all texts."
     )
     yield ""
 
