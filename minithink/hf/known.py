@@ -150,7 +150,7 @@ def config_of(decoder: Any) -> ModelConfig:
         num_kv_heads=config.num_key_value_heads,
         head_dim=attention.head_dim,
         max_position=config.max_position_embeddings,
-        qkv_bias=attention.k_proj.bias is not None,
+        qkv_bias=getattr(attention.k_proj, "bias", None) is not None,
     )
 
 
