@@ -48,15 +48,15 @@ LENGTHS = (13, 5, 1, 9, 13)  # tokens of the prompts of a ragged batch
 PAD = 3
 CLOSES = 20  # the generated token that ends the think stage
 ORACLES = ("answer_oracle", "hindsight_oracle", "needs_oracle")
-# It scores a key by its length alone. In layer 0 all places of a token have the same, but for rounding, so weights that
-# differ by 3e-7 change its choices in minithink, too.
+# It scores a key by its length alone. In layer 0 all places of a token have the same, but for rounding, so weights
+# that differ by 3e-7 change its choices in minithink, too.
 TIED = "triattention:budget=17,buffer=0,trig=false,schedule=interval:3"
 # A model's argument for its cache. The other name is deprecated then.
 CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 
 
 def chosen() -> list[str]:
-    """All texts of SMALL but one and all stacks by night; else the first text of each policy, and every third stack."""
+    """All texts of SMALL but `TIED` by night; else the first text of each policy, and every third stack."""
     texts = [text for text in SMALL if text.partition(":")[0] not in ORACLES and text != TIED]
     if PROFILE == "nightly":
         return texts

@@ -1,0 +1,48 @@
+"""The table of `bench hf`: decoding inside transformers' `generate`, by minithink and by kvpress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from minithink.bench.methods import Result, Row, Table
+
+PLAIN = "plain"  # the name of the side that the others are compared with
+
+
+def sides(result: Result) -> Iterable[Row]:
+    """A row for every side and number of sequences, each beside the plain cache of its own environment."""
+    for one in result["each"]:
+        for m in one["measurements"]:
+            if m["side"] == PLAIN:
+                continue
+            yield {**m, "by": one["settings"]["by"], "least": min(m["ratios"]), "most": max(m["ratios"])}
+
+
+def sides_said(result: Result) -> Iterable[str]:
+    """What was generated, and with which libraries."""
+    settings = result["each"][0]["settings"]
+    versions = " and ".join(
+        f"transformers {one['versions']['transformers']} ({one['settings']['by']})" for one in result["each"]
+    )
+    yield (
+        f"{settings['model']} in {settings['dtype']}, random prompts of {settings['prompt']:,} tokens and "
+        f"{settings['tokens']:,} new ones, {settings['turns']} turns of each side; {settings['budget']:,} tokens are "
+        f"kept, and every {settings['interval']} are gathered before an eviction. Ratios to the plain cache: the "
+        f"median, and the least and the most of all turns. {versions}."
+    )
+    yield ""
+
+
+TABLES = {
+    "hf-cpu": Table(
+        (
+            ("by", "by", "{}"),
+            ("cache", "side", "`{}`"),
+            ("sequences", "batch", "{}"),
+            ("of the plain cache's speed", ("ratio", "least", "most"), "**{:.2f} ×** ({:.2f} to {:.2f})"),
+        ),
+        files=("hf-cpu", "hf-kvpress-cpu"),
+        rows=sides,
+        said=sides_said,
+    ),
+}
