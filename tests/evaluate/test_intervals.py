@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from fractions import Fraction
@@ -52,8 +53,9 @@ def test_the_bootstrap_is_that_of_a_plain_loop() -> None:
 
 
 def test_the_bootstrap_is_the_same_with_every_numpy() -> None:
-    """The draws of `numpy.random.Generator` are others from numpy 2.5 on, and end at 0.5550."""
-    assert bootstrap([0.0] * 290 + [1.0] * 310) == pytest.approx((143 / 300, 167 / 300), abs=1e-9)
+    """The draws of `numpy.random.Generator` are others from numpy 2.5 on, and end at 0.750925 and 0.844503."""
+    values = [0.0] * 200 + [1.0] * 210 + [math.sqrt(2)] * 190
+    assert bootstrap(values) == pytest.approx((0.751094, 0.844570), abs=1e-6)
 
 
 def test_the_bootstrap_near_the_normal_interval() -> None:
