@@ -47,6 +47,15 @@ def gaussians(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def pairs(count: int) -> tuple[Tensor, Tensor]:
+    """Two unit vectors of 128 channels in each row, q and x, at an angle of 60 degrees: their product is ½."""
+    x = gaussians(count, 128)
+    x = x / x.norm(dim=-1, keepdim=True)
+    other = gaussians(count, 128, seed=1)
+    other = other - (other * x).sum(-1, keepdim=True) * x
+    return 0.5 * x + math.sqrt(0.75) * other / other.norm(dim=-1, keepdim=True), x
+
+
 def read(fmt: TurboQuant, x: Tensor) -> Tensor:
     return round_trip(fmt, x, ONE.expand(x.shape[:-1]))
 
@@ -271,12 +280,7 @@ def test_the_error_does_not_depend_on_outliers(bits: int) -> None:
 @pytest.mark.parametrize("bits", LEVELS)
 def test_inner_products_are_unbiased(bits: int) -> None:
     """⟨q, x̂⟩ over many vectors at an angle of 60 degrees: its mean is ½; by the paper's scale it is less."""
-    x = gaussians(4000, 128)
-    x = x / x.norm(dim=-1, keepdim=True)
-    other = gaussians(4000, 128, seed=1)
-    other = other - (other * x).sum(-1, keepdim=True) * x
-    other = other / other.norm(dim=-1, keepdim=True)
-    q = 0.5 * x + math.sqrt(0.75) * other
+    q, x = pairs(4000)
     means = {}
     for scale in ("unbiased", "none"):
         means[scale] = float((q * read(TurboQuant(bits, scale), x)).sum(-1).mean())
@@ -448,11 +452,7 @@ PRODUCTS = {
 @pytest.mark.parametrize("bits", PRODUCTS)
 def test_errors_of_inner_products(bits: int) -> None:
     """Within 5 % of those measured: 20,000 pairs, of which the standard error is 1 %."""
-    x = gaussians(20_000, 128)
-    x = x / x.norm(dim=-1, keepdim=True)
-    other = gaussians(20_000, 128, seed=1)
-    other = other - (other * x).sum(-1, keepdim=True) * x
-    q = 0.5 * x + math.sqrt(0.75) * other / other.norm(dim=-1, keepdim=True)
+    q, x = pairs(20_000)
     found = []
     for got in (
         read(TurboQuant(bits, "none"), x),
@@ -468,11 +468,7 @@ def test_errors_of_inner_products(bits: int) -> None:
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_the_unbiased_scale_beats_algorithm_2(bits: int) -> None:
     """Squared errors of inner products, at an angle of 60 degrees: at most 0.6 of those, without a bit for signs."""
-    x = gaussians(2000, 128)
-    x = x / x.norm(dim=-1, keepdim=True)
-    other = gaussians(2000, 128, seed=1)
-    other = other - (other * x).sum(-1, keepdim=True) * x
-    q = 0.5 * x + math.sqrt(0.75) * other / other.norm(dim=-1, keepdim=True)
+    q, x = pairs(2000)
     error = {}
     for name, got in (("paper", with_residual(bits, x).both), ("unbiased", read(TurboQuant(bits), x))):
         error[name] = float(((q * got).sum(-1) - 0.5).square().mean())

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minithink.bench.methods.inside import PLAIN
 from minithink.bench.speed.clock import Deadline, in_turns, timed, wait
 from minithink.bench.speed.peer import Peer
 from minithink.checkpoint.weights import checkpoint_hash
@@ -31,7 +32,6 @@ from minithink.errors import MinithinkError, UsageError, alternatives, quoted
 from minithink.policies import load as load_policy
 from minithink.results import record
 
-PLAIN = "plain"
 EVICTING = "budget={budget},schedule=interval:{interval}"  # keydiff and knorm, as a DecodingPress does
 
 
