@@ -80,6 +80,7 @@ TEXTS = (
     "rkv:budget=16,buffer=3,alpha=4+quant:fmt=nvfp4",
     "snapkv:cap=6,window=2,kernel_size=3+rkv:budget=16,buffer=3,alpha=4,protect_prompt=true",
     "rkv:budget=16,buffer=6,alpha=4+quant:fmt=nvfp4,buffer=5",
+    "triattention:budget=16,buffer=3+quant:fmt=tq4",
     "rkv:budget=16,buffer=6,alpha=4+kivi:group=16,residual=16,block=4",
     "crystal_kv:budget=24,realloc_every=4,min_budget=2+rkv:budget=20,buffer=3,alpha=4",
     "seal:alpha_0=0.5+skipkv:budget=18,schedule=interval:5,alpha=4,tau=0.3,steering=false",
