@@ -25,7 +25,7 @@ from minithink.kernels._common import INTERPRETED, power_of_2
 from minithink.kernels._formats import Format
 
 # formats that `_planes.py` has a fast path for
-FAST = ("nvfp4", "ternary", "ternary_best", "fp8", "int2", "int4", "int8", "tq4")
+FAST = ("nvfp4", "ternary", "ternary_best", "fp8", "int2", "int4", "int8", "tq2", "tq3", "tq4")
 
 
 class Half(NamedTuple):
@@ -306,8 +306,10 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
         size = 4 if fast else size  # scale and minimum at once
     converts = fast and torch.cuda.get_device_capability(pages.pool.device) >= (8, 9)
     planes = 1 if names["KIND"] == "plain" else _planes(fmt.bits, fast)
-    # What offsets count: words; with 3 bits, whose words of three bytes lie anywhere, bytes.
-    word = 1 if fmt.bits == 3 else planes * fmt.bits // 8
+    # What offsets count: words; with 3 bits, whose words have three bytes, bytes, or int32 in the fast path.
+    word = planes * fmt.bits // 8
+    if fmt.bits == 3:
+        word = 4 if fast else 1
     count = dim // planes
     slot = page // lay.slots
     row = pages.group_params.shape[-1]
@@ -339,19 +341,20 @@ def half(store: Store, f: int, which: str, dtype: torch.dtype) -> Half:
 
 def _planes(bits: int, fast: bool) -> int:
     """Channels of a word. Words have 16 bits in the fast path, else 8; but 24 with 3 bits a channel, 16 with 16."""
-    if fast:
-        return 16 // bits
-    return 8 if bits == 3 else max(1, 8 // bits)
+    if bits == 3:
+        return 8
+    return 16 // bits if fast else max(1, 8 // bits)
 
 
 def _has_fast_words(fmt: Format, dim: int, start: int, page: int, slots: int) -> bool:
-    """Whether the codes of all tokens are words of 16 bits at even bytes, and the channels of a word share their
-    parameters."""
+    """Whether the codes of all tokens are words of 16 bits at even bytes, with 3 bits a channel whole int32, and the
+    channels of a word share their parameters."""
     planes = _planes(fmt.bits, fast=True)
-    at_even_bytes = not (start % 2 or page % 2 or page // slots % 2)
+    size = 4 if fmt.bits == 3 else 2
+    aligned = not (start % size or page % size or page // slots % size)
     one_group = fmt.by == "token" or fmt.group % planes == 0
-    whole_words = dim % planes == 0
-    return at_even_bytes and one_group and whole_words
+    whole_words = dim * fmt.bits % (8 * size) == 0
+    return aligned and one_group and whole_words
 
 
 def ring_half(c: Cache) -> Half:
@@ -413,6 +416,8 @@ def _codes(pages: Pages, fmt: Format, h: Half) -> Tensor:
     """The pool as words of a half's codes."""
     if h.kind == "plain":
         return pages.pool.view(_formats.DTYPES[fmt.name])
+    if h.fast and h.bits == 3:
+        return pages.pool.view(torch.int32)
     return pages.pool.view(torch.int16) if h.bits * h.planes == 16 else pages.pool
 
 
@@ -428,13 +433,15 @@ def _params(pages: Pages, fmt: Format, h: Half) -> Tensor:
 def example(
     kind: str, bits: int, dim: int, by_token: bool = False, fast: bool = True, converts: bool = False
 ) -> Half:
-    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant of
-    other than 4 bits come with fast=False."""
+    """A Half for the compile check: 2 lanes and pages of 16 tokens, groups of 16. "plain" and TurboQuant of 1 bit
+    come with fast=False."""
     planes = 1 if kind == "plain" else _planes(bits, fast)
     count = dim // planes
     rotated = kind.startswith("tq")
     side = 1 if rotated else dim // 16
-    slot = count * (6 if bits == 3 else 2)
+    slot = count * 2  # words of a key and a value; of 3 bits their bytes, or int32
+    if bits == 3:
+        slot = count * 3 // 2 if fast else count * 6
     row = dim // (4 if fast else 1)
     return Half(
         kind=kind,

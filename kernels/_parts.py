@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._layout import Cache, Half
-from minithink.kernels._rotation import rotate_back
+from minithink.kernels._rotation import is_rotated, rotate_back
 
 PARTS = (256, 512), (64, 256), (0, 128)  # (at least so many lanes, tokens of a part in a short lane)
 SHORT = 1024  # tokens of a short lane, at most
@@ -57,10 +57,12 @@ PROGRAMS = {
     # codes of the fast path, for many lanes
     "many": _CODES,
     "many nvfp4": _CODES._replace(registers=0),  # it gains more by registers than by more programs at a time
-    "many wide": _CODES._replace(registers=168),  # where scales or masks take more registers
+    "many wide": _CODES._replace(registers=168),  # where scales, masks or tables take more registers
     # the same for few lanes
     "few": Program(128, 4, 2),
-    "few ternary": Program(64, 2, 5, registers=128, swapped=True),  # words of eight codes: blocks of 128 take longer
+    "few of eight": Program(64, 2, 5, registers=128, swapped=True),  # words of eight codes: blocks of 128 take longer
+    # Words of 24 bits are not loaded ahead: each lies in two int32, and would take 35 KiB of shared memory.
+    "24 bits": _CODES._replace(stages=1, registers=168),
 }
 LARGEST_FP16 = tl.constexpr(65504.0)
 MERGED = 4, 16  # parts that `_merge` takes at once, in lanes with few parts and with many
@@ -84,10 +86,12 @@ def program_of(c: Cache, k: Half, v: Half, lanes: int) -> Program:
 def _program_name(c: Cache, k: Half, v: Half, lanes: int) -> str:
     if not (k.fast and v.fast):
         return "plain" if c.dtype != "fp32" and (k.fast or k.kind == "plain") else "slow"
+    if k.bits == 3 or v.bits == 3:
+        return "24 bits"
     if lanes < MANY_LANES:
-        return "few ternary" if k.kind == "ternary" else "few"
-    # Keys by token have a scale for each channel, and words behind a token's last one have masks.
-    if k.by_token or k.words != k.block or v.words != v.block:
+        return "few of eight" if k.planes == 8 else "few"
+    # Keys by token have a scale for each channel, words behind a token's last one have masks, TurboQuant has tables.
+    if k.by_token or k.words != k.block or v.words != v.block or is_rotated(k.kind) or is_rotated(v.kind):
         return "many wide"
     return "many nvfp4" if k.kind == "nvfp4" else "many"
 

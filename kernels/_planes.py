@@ -13,15 +13,16 @@ channels of the other factor, so no number is interleaved or moved between threa
 Blocks are [tokens, words], or [words, tokens] if the products need them so (AXIS, the axis of the tokens).
 
 The plain path decodes code by code with the functions of `_formats.py` and rounds to the model's type, as the twin
-does; the interpreter knows only this path. 16-bit models have a faster path (`_points`, for TurboQuant's 4 bits
+does; the interpreter knows only this path. 16-bit models have a faster path (`_points`, for TurboQuant
 `_fast_levels`): its words have 16 bits, and one block of inline PTX makes all planes of the two words in a 32-bit
-register, in fp16 whatever the model's type. `_layout.py` says which formats take it (Half.fast). Read `planes` first
-and `_fast_asm` last.
+register, in fp16 whatever the model's type. Words of TurboQuant's 3 bits have 24, and a register each. `_layout.py`
+says which formats take this path (Half.fast). Read `planes` first and `_fast_asm` last.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -31,9 +32,20 @@ from minithink.kernels._common import INTERPRETED
 from minithink.kernels._formats import decode_code, e4m3_decode, load_bytes, saturate
 from minithink.kernels._rotation import LEVELS, decode_level, is_rotated
 
-_HALVES = [struct.pack("<e", x) for x in LEVELS[4]]
-# TurboQuant's eight magnitudes of 4 bits in fp16: low bytes of the first four and of the others, then high bytes.
-MAGNITUDES = struct.unpack("<4I", bytes(half[i] for i in (0, 1) for half in _HALVES))
+
+def _table(levels: Sequence[float]) -> tuple[int, ...]:
+    """Eight numbers in fp16, in four registers: low bytes of the first four and of the others, then high bytes."""
+    halves = [struct.pack("<e", x) for x in levels]
+    return struct.unpack("<4I", bytes(half[i] for i in (0, 1) for half in halves))
+
+
+# What codes of TurboQuant look up: the levels of 2 bits (twice) and of 3 bits by code, the magnitudes of 4 bits.
+TABLES = {
+    2: _table([*(-x for x in reversed(LEVELS[2])), *LEVELS[2]] * 2),
+    3: _table([*(-x for x in reversed(LEVELS[3])), *LEVELS[3]]),
+    4: _table(LEVELS[4]),
+}
+_TABLE = ("l0", "l1", "h0", "h1")  # the registers of a table
 OR_OF_AND = "0xEA"  # the table of lop3 for (a & b) | c
 _INTERPRETED = tl.constexpr(INTERPRETED)
 _LARGEST_FP16 = tl.constexpr(_formats.LARGEST["fp16"])
@@ -175,27 +187,69 @@ def _scale_asm(i, converts):
 
 
 @triton.constexpr_function
-def _levels_asm():
-    """PTX that makes four planes, $0 to $3, of two words of four codes, $4: levels of TurboQuant's 4 bits in fp16.
+def _levels_asm(bits):
+    """PTX that makes the planes of two words, $0 and so on, in fp16: levels of TurboQuant. Behind the planes comes
+    the register of the two words; words of 3 bits have a register each.
 
-    A level is a sign and one of eight magnitudes. `prmt` picks four bytes at once from eight, by the nibbles of its
-    selector: once for the low bytes of the magnitudes of a word, once for the high bytes. Further ones put low and
-    high bytes together, and the numbers of both words side by side.
+    `prmt` picks four bytes at once from eight, by the nibbles of its selector. The codes that two channels have in
+    both words are such a selector: one `prmt` picks the low bytes of their numbers, one the high bytes, and two more
+    put these together, channel by channel.
     """
-    out = "{ .reg .b32 t, v, s, a, b, c, d, e, f, l0, l1, h0, h1;"
-    for i, name in enumerate(("l0", "l1", "h0", "h1")):
-        out += f" mov.b32 {name}, {MAGNITUDES[i]:#010x};"
-    # t: 8 in the nibbles of negative numbers, whose codes count backwards; s: the nibbles' magnitudes
-    out += " not.b32 t, $4; and.b32 t, t, 0x88888888; shr.u32 v, t, 3; sub.u32 v, t, v;"
-    out += " xor.b32 s, $4, v; and.b32 s, s, 0x77777777; shr.u32 v, s, 16;"
-    out += " prmt.b32 a, l0, l1, s; prmt.b32 b, h0, h1, s; prmt.b32 c, l0, l1, v; prmt.b32 d, h0, h1, v;"
-    # channels 0 and 1 of each word, then 2 and 3
-    out += " prmt.b32 e, a, b, 0x5140; prmt.b32 a, a, b, 0x7362; prmt.b32 f, c, d, 0x5140; prmt.b32 c, c, d, 0x7362;"
-    # a channel of both words
-    out += " prmt.b32 b, e, f, 0x5410; prmt.b32 d, e, f, 0x7632; prmt.b32 e, a, c, 0x5410; prmt.b32 f, a, c, 0x7632;"
-    for i, size in enumerate("bdef"):
-        out += f" shl.b32 v, t, {12 - 4 * i}; and.b32 v, v, 0x80008000; or.b32 ${i}, {size}, v;"
-    return out + " }"
+    lines = [f"mov.b32 {name}, {number:#010x}" for name, number in zip(_TABLE, TABLES[bits], strict=True)]
+    begin, selectors = {2: _selectors_of_2_bits, 3: _selectors_of_3_bits, 4: _selectors_of_4_bits}[bits]()
+    lines += begin
+    for selector, first, second in selectors:
+        lines += [selector, "prmt.b32 a, l0, l1, s", "prmt.b32 b, h0, h1, s"]
+        for i, choose in ((first, "0x6240"), (second, "0x7351")):
+            if bits == 4:  # a magnitude, and its sign, which goes to the highest bit of either half
+                lines += [f"prmt.b32 p, a, b, {choose}", f"shl.b32 v, t, {12 - 4 * i}"]
+                lines += [f"lop3.b32 ${i}, v, 0x80008000, p, {OR_OF_AND}"]
+            else:
+                lines += [f"prmt.b32 ${i}, a, b, {choose}"]
+    registers = ", ".join(("a", "b", "e", "f", "m", "o", "p", "s", "t", "v", *_TABLE))
+    return f"{{ .reg .b32 {registers}; " + " ".join(f"{line};" for line in lines) + " }"
+
+
+@triton.constexpr_function
+def _selectors_of_4_bits():
+    """What `_levels_asm` does first, and then for each selector the instruction that makes it, s, and its two
+    channels.
+
+    A code of 4 bits is a sign and one of eight magnitudes, which negative numbers count backwards. t gets an 8 in the
+    nibbles of negative numbers, m the magnitudes.
+    """
+    begin = ["not.b32 t, $4", "and.b32 t, t, 0x88888888", "shr.u32 v, t, 3", "sub.u32 v, t, v"]
+    begin += ["xor.b32 m, $4, v", "and.b32 m, m, 0x77777777"]
+    return begin, [("prmt.b32 s, m, 0, 0x4420", 0, 1), ("prmt.b32 s, m, 0, 0x4431", 2, 3)]
+
+
+@triton.constexpr_function
+def _selectors_of_2_bits():
+    """`_selectors_of_4_bits` for 2 bits. e gets the codes of even channels in its nibbles, o those of odd ones."""
+    begin = ["and.b32 e, $8, 0x33333333", "shr.u32 o, $8, 2", "and.b32 o, o, 0x33333333"]
+    of_four = [("0x4420", 0, 2), ("0x4431", 4, 6)]  # the low bytes of both words, then the high bytes
+    even = [(f"prmt.b32 s, e, 0, {choose}", i, j) for choose, i, j in of_four]
+    odd = [(f"prmt.b32 s, o, 0, {choose}", i + 1, j + 1) for choose, i, j in of_four]
+    return begin, even + odd
+
+
+@triton.constexpr_function
+def _selectors_of_3_bits():
+    """`_selectors_of_4_bits` for 3 bits. The codes of each word are moved into the nibbles of a register, e and f."""
+    begin = []
+    for word, to in (("$8", "e"), ("$9", "f")):
+        begin += [f"and.b32 {to}, {word}, 0x3F"]  # first pairs of codes into bytes
+        for i in range(1, 4):
+            begin += [f"shl.b32 v, {word}, {2 * i}", f"lop3.b32 {to}, v, {0x3F << 8 * i:#010x}, {to}, {OR_OF_AND}"]
+        begin += [f"and.b32 m, {to}, 0x07070707", f"shl.b32 v, {to}, 1"]
+        begin += [f"lop3.b32 {to}, v, 0x70707070, m, {OR_OF_AND}"]
+    return begin, [(f"prmt.b32 s, e, f, {0x40 + 0x11 * i:#06x}", 2 * i, 2 * i + 1) for i in range(4)]
+
+
+@triton.constexpr_function
+def _levels_registers(bits):
+    """The registers of `_levels_asm`. Its words are read before the first plane is written, so none needs an &."""
+    return {2: "=r," * 8 + "r", 3: "=r," * 8 + "r,r", 4: "=r," * 4 + "r"}[bits]
 
 
 @triton.jit
@@ -282,11 +336,26 @@ def load_codes(p_codes, o_codes, m_token, H: tl.constexpr, AXIS: tl.constexpr = 
     where each token's codes begin."""
     word, m_word = _words_of_tokens(m_token, H, AXIS)
     o_codes = tl.expand_dims(o_codes, 1 - AXIS)
-    if H.bits == 3:
+    if H.bits == 3 and H.fast:
+        words = _words_of_24_bits(p_codes + o_codes, word, m_word)
+    elif H.bits == 3:
         words = load_bytes(p_codes + o_codes + word * 3, m_word, 3)
     else:
         words = tl.load(p_codes + o_codes + word, m_word, other=0)
     return words
+
+
+@triton.jit
+def _words_of_24_bits(p_token, word, m_word):
+    """Words of 24 bits, four of which lie in three int32 in a row. p_token: pointers to the first int32 of tokens.
+
+    A word begins in one int32, and may end in the next.
+    """
+    p_word = p_token + word * 3 // 4
+    begin = word % 4 * 24 % 32  # the bit where it begins: 0, 24, 16, 8
+    low = tl.load(p_word, m_word, other=0).to(tl.uint32, bitcast=True)
+    high = tl.load(p_word + 1, m_word & (begin > 8), other=0).to(tl.uint32, bitcast=True)
+    return ((low >> begin) | ((high << 8) << (24 - begin))).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -384,13 +453,14 @@ def _levels(raw, word, H: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _fast_levels(raw, word, H: tl.constexpr):
-    """`_levels` of four bits in the fast path: int16 words → four planes of fp16."""
+    """`_levels` in the fast path: words of 16 bits, or of 24 in int32 → planes of fp16."""
     PLANES: tl.constexpr = H.planes
+    TYPES: tl.constexpr = _types(PLANES)
     levels = tl.inline_asm_elementwise(
-        _levels_asm(),
-        "=r,=r,=r,=r,r",
+        _levels_asm(H.bits),
+        _levels_registers(H.bits),
         [raw],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        dtype=TYPES,
         is_pure=True,
         pack=2,
     )

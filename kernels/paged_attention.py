@@ -790,8 +790,8 @@ def _halves(dim: int, converts: bool) -> list[tuple[Half, Half, str, str]]:
     int2 = example("int", 2, dim)
     slow_int2 = example("int", 2, dim, fast=False)
     fp8 = example("fp8", 8, dim)
-    tq4 = example("tq-unbiased", 4, dim)
-    rotated = [example("tq-unbiased", bits, dim, fast=False) for bits in (4, 3, 2, 1)]
+    tq4, tq3, tq2 = (example("tq-unbiased", bits, dim) for bits in (4, 3, 2))
+    slow_rotated = [example("tq-unbiased", bits, dim, fast=False) for bits in (4, 3, 2, 1)]
     return [
         (plain, plain, "*bf16", "*u8"),
         (nvfp4, nvfp4, "*i16", "*u8"),
@@ -803,7 +803,9 @@ def _halves(dim: int, converts: bool) -> list[tuple[Half, Half, str, str]]:
         (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
         (fp8, fp8, "*i16", "*u8"),
         (tq4, tq4, "*i16", "*fp16"),
-        *((x, x, "*u8", "*fp16") for x in rotated),
+        (tq3, tq3, "*i32", "*fp16"),
+        (tq2, tq2, "*i16", "*fp16"),
+        *((x, x, "*u8", "*fp16") for x in slow_rotated),
     ]
 
 

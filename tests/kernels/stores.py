@@ -28,7 +28,9 @@ STORAGES = {
     "thoughts": Storage(("nvfp4", "ternary", "fp8"), block=8, buffer=8, also=("int4s",)),
     "thoughts-by-token": Storage(("nvfp4:by=token/nvfp4", "ternary:by=token/ternary"), block=8, buffer=16),
     "tq4": Storage(("tq4",)),
-    "tq3": Storage(("tq3/tq1",), block=8, buffer=8),
+    "tq3": Storage(("tq3",)),
+    "tq2": Storage(("tq2",)),
+    "tq3-tq1": Storage(("tq3/tq1",), block=8, buffer=8),
     "thoughts-rotated": Storage(("tq4", "tq2:params=fp32", "nvfp4/tq4"), block=8, buffer=8, also=("int4s",)),
     "apart": Storage(("fp8/nvfp4", "int2s/int8:group=32"), block=8),
 }
