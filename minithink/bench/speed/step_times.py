@@ -113,7 +113,7 @@ def paged(batch: int, length: int, layers: int, repeats: int, sweep: bool) -> It
         return lambda i: run(q[i], *sources[i], **how)
 
     for name, (title, run) in STEPS.items():
-        yield row(name, title, step(run, **({"longest": length} if name in ("split", "flight") else {})))
+        yield row(name, title, step(run, **({"longest": length} if name in ("split", "flight", "swap") else {})))
     yield row("kernel", KERNEL, lambda i: paged_attention(q[i], read, i))
     for cut in SWEEP if sweep else ():
         yield row("flight", STEPS["flight"].title, step(parts, cut=cut, longest=length)) | {"cut": cut._asdict()}

@@ -7,6 +7,7 @@
     group    a program takes a KV head: its query heads share what is read
     split    lanes are cut into parts, which a second kernel merges by their log-sum-exp
     flight   the same with tiles, warps and stages that keep more loads in flight
+    swap     the same with queries as the columns of the products, not as their rows
 
 All steps take q [B, Hq, D], a cache [places, 2, D] with a token's key and value side by side, int32 places
 [B, Hkv, S] of every lane's tokens, and their counts [B, Hkv]; D is a power of two from 16 on. All return [B, Hq, D],
@@ -174,6 +175,49 @@ def _part(
 
 
 @triton.jit
+def _part_swapped(
+    p_q, p_cache, p_place, p_count, p_part, p_lse, width, parts, split, scale,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, DIM: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    i_lane, i_part = tl.program_id(0), tl.program_id(1)
+    channel = tl.arange(0, DIM)
+    column = tl.arange(0, COLUMNS)  # query heads of the group, padded to 8
+    m_column = (column < GROUP)[None, :]
+    head = i_lane * GROUP + column
+    count = tl.load(p_count + i_lane)
+    start = i_part * split
+    end = tl.minimum(start + split, count)
+    if start >= count:
+        return
+    q = tl.load(p_q + head[None, :] * DIM + channel[:, None], m_column, other=0)  # [DIM, COLUMNS]
+    if WIDEN:
+        q = q.to(tl.float32)
+    p_place += i_lane.to(tl.int64) * width
+    top = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([DIM, COLUMNS], tl.float32)
+    for t0 in range(start, end, BLOCK_T):
+        t = t0 + tl.arange(0, BLOCK_T)
+        m_t = t < end
+        place = tl.load(p_place + t, m_t, other=0).to(tl.int64)
+        p_token = p_cache + place * (2 * DIM)
+        k = tl.load(p_token[:, None] + channel[None, :], m_t[:, None], other=0)  # [BLOCK_T, DIM]
+        v = tl.load(p_token[None, :] + DIM + channel[:, None], m_t[None, :], other=0)  # [DIM, BLOCK_T]
+        if WIDEN:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        s = tl.dot(k, q, input_precision="ieee") * scale
+        s = tl.where(m_t[:, None], s, float("-inf"))  # [BLOCK_T, COLUMNS]
+        new = tl.maximum(top, tl.max(s, 0))
+        p = tl.exp2(s - new[None, :])
+        rescale = tl.exp2(top - new)
+        top, total = new, total * rescale + tl.sum(p, 0)
+        acc = tl.dot(v, p.to(v.dtype), acc * rescale[None, :], input_precision="ieee")
+    o_part = (head * parts + i_part).to(tl.int64)
+    tl.store(p_part + o_part[None, :] * DIM + channel[:, None], acc / total[None, :], m_column)
+    tl.store(p_lse + o_part, top + tl.log2(total), column < GROUP)
+
+
+@triton.jit
 def _merge(
     p_part, p_lse, p_count, p_out, parts, split, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_P: tl.constexpr
 ):
@@ -226,13 +270,14 @@ def kv_heads(
 
 def parts(
     q: Tensor, cache: Tensor, place: Tensor, count: Tensor, cut: Cut = FLIGHT, split: int | None = None,
-    longest: int | None = None, kernel: Any = _part,
+    longest: int | None = None, kernel: Any = _part, heads_at_least: int = 16,
 ) -> Tensor:  # fmt: skip
-    """Steps 3 and 4: a program for each part of a lane, and one that merges for each query head.
+    """Steps 3 to 5: a program for each part of a lane, and one that merges for each query head.
 
     Args:
         split: tokens of a part; None: by the length of the longest lane.
         longest: tokens that a lane holds at most; None: the columns of `place`.
+        heads_at_least: the query heads of a group are padded to so many: 16 as rows of a product, 8 as columns.
     """
     out, heads, group, dim, scale = _sizes(q, place)
     longest = place.shape[-1] if longest is None else longest
@@ -242,7 +287,7 @@ def parts(
     lse = torch.empty(heads, number, dtype=torch.float32, device=q.device)
     kernel[(heads // group, number)](
         q, cache, place, count, part, lse, place.shape[-1], number, split, scale,
-        group, max(16, power_of_2(group)), dim, cut.tokens, num_warps=cut.warps, num_stages=cut.stages,
+        group, max(heads_at_least, power_of_2(group)), dim, cut.tokens, num_warps=cut.warps, num_stages=cut.stages,
     )  # fmt: skip
     _merge[(heads,)](part, lse, count, out, number, split, group, dim, power_of_2(number))
     return out
@@ -273,6 +318,7 @@ STEPS: dict[str, Step] = {
     "group": Step("a program for each KV head", partial(kv_heads, cut=GROUP)),
     "split": Step("lanes cut into parts, then merged", partial(parts, cut=SPLIT)),
     "flight": Step("more loads on their way", partial(parts, cut=FLIGHT)),
+    "swap": Step("queries as columns", partial(parts, cut=FLIGHT, kernel=_part_swapped, heads_at_least=8)),
 }
 
 
@@ -290,11 +336,12 @@ def variants() -> Iterator[Variant]:
         part = data | dict.fromkeys(("p_part", "p_lse"), "*fp32") | dict.fromkeys(("width", "parts", "split"), "i32")
         part |= {"scale": "fp32"}
         sizes = {"GROUP": HEADS // KV_HEADS, "DIM": DIM}
+        padded = {_kv_head: {"ROWS": 16}, _part: {"ROWS": 16}, _part_swapped: {"COLUMNS": 8}}
         for kernel, signature, cut in (
             (_query_head, whole, TOKEN), (_query_head, whole, TILE), (_kv_head, whole, GROUP), (_part, part, SPLIT),
-            *((_part, part, cut) for cut in (SWEEP if dtype == "bf16" else ())),
+            (_part_swapped, part, FLIGHT), *((_part, part, cut) for cut in (SWEEP if dtype == "bf16" else ())),
         ):  # fmt: skip
-            constants = sizes | {"BLOCK_T": cut.tokens} | ({} if kernel is _query_head else {"ROWS": 16})
+            constants = sizes | {"BLOCK_T": cut.tokens} | padded.get(kernel, {})
             yield Variant(kernel, signature, constants, {"num_warps": cut.warps, "num_stages": cut.stages})
         signature = {"p_part": "*fp32", "p_lse": "*fp32", "p_count": "*i32", "p_out": f"*{dtype}"}
         signature |= {"parts": "i32", "split": "i32"}

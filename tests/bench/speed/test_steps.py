@@ -34,6 +34,7 @@ SMALL = {
     "group": partial(steps.kv_heads, cut=steps.Cut(16, 1, 1)),
     "split": partial(steps.parts, cut=steps.Cut(16, 1, 1), split=24),
     "flight": partial(steps.parts, cut=steps.Cut(16, 2, 5), split=32),
+    "swap": partial(steps.parts, cut=steps.Cut(16, 1, 1), split=24, kernel=steps._part_swapped, heads_at_least=8),
 }
 
 
@@ -118,7 +119,7 @@ for variant in {variant.kernel.fn.__name__: variant for variant in variants()}.v
     )
     assert done.returncode == 0, done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
-    assert names == ["_query_head", "_kv_head", "_part", "_merge", "_read"]
+    assert names == ["_query_head", "_kv_head", "_part", "_part_swapped", "_merge", "_read"]
 
 
 def test_parts_are_those_of_the_kernel() -> None:
