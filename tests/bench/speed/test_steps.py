@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from minithink.bench.__main__ import main
-from minithink.bench.speed import step_times, steps
+from minithink.bench.speed import step_checks, step_times, steps
 from minithink.bench.tables import pages
 from minithink.kv.reading import Reading
 from minithink.ref import paged_attention as ref
@@ -27,7 +29,7 @@ from tests.kernels.stores import STORAGES, filled
 ON_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of the largest value
 # Small tiles and parts, so that short lanes have several, and parts that end within a tile.
-SMALL = {
+SMALL: dict[str, Callable[..., Tensor]] = {
     "gather": steps.gather,
     "token": partial(steps.query_heads, cut=steps.Cut(1, 1, 1)),
     "tile": partial(steps.query_heads, cut=steps.Cut(8, 1, 1)),
@@ -120,6 +122,47 @@ for variant in {variant.kernel.fn.__name__: variant for variant in variants()}.v
     assert done.returncode == 0, done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
     assert names == ["_query_head", "_kv_head", "_part", "_part_swapped", "_merge", "_read"]
+
+
+def test_examples_find_a_mistake_and_only_that() -> None:
+    by_tile = partial(steps.query_heads, cut=steps.Cut(8, 1, 1))
+    broken = step_checks.mutant(steps._query_head, "acc * rescale", "acc")
+    assert step_checks.first_failure(by_tile, examples=3) is None
+    assert str(step_checks.first_failure(partial(by_tile, kernel=broken))).startswith("example 1, ")
+    with pytest.raises(AssertionError, match="should occur once"):
+        step_checks.mutant(steps._query_head, "tl.load(", "tl.store(")
+
+
+def test_loops_of_two_kernels_are_compared() -> None:
+    lines = step_checks.difference(steps._kv_head, steps._part).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "- for t0 in range(0, count, BLOCK_T):",
+        "+ for t0 in range(start, end, BLOCK_T):",
+        "- m_t = t < count",
+        "+ m_t = t < end",
+    ]
+
+
+def test_compiled_steps_are_the_steps() -> None:
+    """With queries as columns there are half as many products, and as many loads are begun ahead."""
+    for name, variant in zip(step_checks.KERNELS, steps.variants(), strict=False):
+        run = steps.STEPS[name].run
+        assert isinstance(run, partial)
+        assert variant.constexprs["BLOCK_T"] == run.keywords["cut"].tokens
+        assert variant.kernel is run.keywords.get("kernel", variant.kernel)
+    facts = step_checks.compiled_steps()
+    assert list(facts) == list(step_checks.KERNELS)
+    assert facts["flight"].products == 2 * facts["swap"].products > 0
+    assert facts["flight"].loads_ahead == facts["swap"].loads_ahead > 0
+    assert facts["split"].loads_ahead == 0
+
+
+def test_programs_of_a_multiprocessor_are_limited_by_what_runs_out_first() -> None:
+    few = step_checks.Compiled(warps=4, shared=1024, registers=32, loads_ahead=0, products=0, exponentials=0)
+    assert few.at_a_time == 16
+    assert few._replace(registers=121).at_a_time == 4  # 128 registers of each of 128 threads
+    assert few._replace(shared=100 * 1024).at_a_time == 2
+    assert few._replace(warps=1, registers=8, shared=0).at_a_time == 32
 
 
 def test_parts_are_those_of_the_kernel() -> None:
