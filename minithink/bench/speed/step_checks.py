@@ -4,6 +4,7 @@
     mutant                 a kernel with a mistake in it, to see whether the examples find it
     difference             the lines in which the loops of two kernels differ
     compiled_steps         shared memory, registers and instructions of the kernels, for an H200
+    table                  the same, for some steps, as lines of text
 
 `python -m minithink.bench.speed.step_checks` prints what `compiled_steps` reads.
 """
@@ -140,6 +141,18 @@ def compiled_steps() -> dict[str, Compiled]:
     if done.returncode:
         raise RuntimeError(done.stderr)
     return {name: Compiled(**fields) for name, fields in json.loads(done.stdout).items()}
+
+
+def table(made: dict[str, Compiled], *names: str) -> str:
+    """What programs of these steps take, how many run on a multiprocessor, and the instructions in a warp's code."""
+    lines = ["warps  shared memory  registers  programs  loads ahead  products  exponentials"]
+    for name in names:
+        m = made[name]
+        lines.append(
+            f"{m.warps:5} {m.shared:14,} {m.registers:10} {m.at_a_time:9} "
+            f"{m.loads_ahead:12} {m.products:9} {m.exponentials:13}  {steps.STEPS[name].title}"
+        )
+    return "\n".join(lines)
 
 
 def _compiled(variant: Any) -> Compiled:

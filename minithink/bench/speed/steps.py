@@ -314,7 +314,7 @@ class Step(NamedTuple):
 STEPS: dict[str, Step] = {
     "gather": Step("PyTorch: gather, then attend", gather),
     "token": Step("a program for each query head, token by token", partial(query_heads, cut=TOKEN)),
-    "tile": Step(f"the same, {TILE.tokens} tokens at a time", partial(query_heads, cut=TILE)),
+    "tile": Step(f"a program for each query head, {TILE.tokens} tokens at a time", partial(query_heads, cut=TILE)),
     "group": Step("a program for each KV head", partial(kv_heads, cut=GROUP)),
     "split": Step("lanes cut into parts, then merged", partial(parts, cut=SPLIT)),
     "flight": Step("more loads on their way", partial(parts, cut=FLIGHT)),
