@@ -51,7 +51,7 @@ import triton
 import triton.language as tl
 
 from minithink.bench.speed import steps
-from minithink.bench.speed.step_checks import EXAMPLES, compiled_steps, difference, draw, first_failure, mutant, table
+from minithink.bench.speed.step_checks import compiled_steps, difference, first_failure, mutant, table
 from minithink.bench.speed.steps import Cut
 from minithink.quant.nvfp4 import Nvfp4
 from minithink.results import record
@@ -63,9 +63,11 @@ device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 result = record.read(record.default_path("steps"))
 measured = {(m["step"], m["batch"], m["length"]): m for m in result["measurements"]}
-titles = {name: step.title for name, step in steps.STEPS.items()}
+shapes = steps.SHAPES  # (sequences, tokens of each): many sequences, and a single long one
+titles = {}
+for number, name in zip((0, 1, 1, 2, 3, 4, 5), steps.STEPS, strict=True):
+    titles[name] = f"{number}: {steps.STEPS[name].title}"
 titles |= {"kernel": "kernels/paged_attention.py", "sdpa": "torch, contiguous memory"}
-shapes = many, long = steps.SHAPES  # (sequences, tokens of each): many sequences, and a single long one
 
 figure, axes = plt.subplots(1, 2, figsize=(9, 2.6), sharey=True, layout="constrained")
 for axis, shape in zip(axes, shapes, strict=True):
@@ -79,7 +81,7 @@ axes[0].invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# (A step without a bar has not been timed yet.)
+# Blue bars are steps; one without a bar has not been timed yet.
 #
 # ## The task
 #
@@ -116,7 +118,7 @@ for b, t in shapes:
 # way* all the time. This is Little's law, as in queues.
 
 # %%
-LATENCY = measured[("token", *long)]["microseconds"] * 1e-6 / long[1]  # seconds
+LATENCY = measured[("token", *shapes[1])]["microseconds"] * 1e-6 / shapes[1][1]  # seconds
 SMS = 132  # multiprocessors; each runs several programs side by side
 each = BANDWIDTH * LATENCY / SMS / 1024
 print(f"latency {LATENCY * 1e6:.2f} µs: {each:.0f} KiB must be on their way to each of {SMS} multiprocessors\n")
@@ -166,14 +168,7 @@ assert first_failure(steps.gather) is None
 # that a program handles at one time) or fill it exactly; heads that share a lane or don't; large logits; lists whose
 # ends are garbage; and NaN in every free slot, so that reading one shows. `draw` makes such an example from a number,
 # and `first_failure` compares a kernel with the reference on 25 of them.
-
-# %%
-counts = torch.cat([draw(number, device)[3].flatten() for number in range(EXAMPLES)])
-print(f"{len(counts)} lanes of {counts.min()} to {counts.max()} tokens, {(counts > 32).sum()} of them longer than 32")
-assert counts.min() == 0
-assert counts.max() > 2 * 32, "no lane would have three parts"
-
-# %% [markdown]
+#
 # ## A first kernel
 #
 # If you know Triton, go on to step 1. This kernel sums the first `count` numbers of each row of a matrix.
@@ -225,10 +220,9 @@ assert out.tolist() == [21, 10, 15]
 # scale.)
 
 # %%
-print(inspect.getsource(steps._query_head.fn))
 by_tile = partial(steps.query_heads, cut=Cut(tokens=8, warps=1, stages=1))  # small tiles, so that lanes have several
 assert first_failure(by_tile) is None
-print("\nequals the reference")
+print(inspect.getsource(steps._query_head.fn) + "\nequals the reference\n")
 compare("tile", *(predict(b * Hq, steps.TILE.tokens * KV, again=g) for b, t in shapes))
 
 # %% [markdown]
@@ -277,9 +271,8 @@ assert [name for name, failure in found.items() if failure is None] == ["address
 # (-) and come (+). `WIDEN` is true in the interpreter, which has no bfloat16.
 
 # %%
-print(difference(steps._query_head, steps._kv_head))
 assert first_failure(partial(steps.kv_heads, cut=Cut(tokens=16, warps=1, stages=1))) is None
-print("\nequals the reference")
+print(difference(steps._query_head, steps._kv_head) + "\n\nequals the reference\n")
 compare("group", *(predict(b * Hkv, steps.GROUP.tokens * KV) for b, t in shapes))
 print(f"programs: {', '.join(f'{b * Hkv} for {b} × {t:,}' for b, t in shapes)}; multiprocessors: {SMS}")
 
@@ -307,7 +300,8 @@ assert failure is not None
 
 # %% [markdown]
 # How many programs run at one time depends on what each takes: bytes of shared memory, and registers for its threads.
-# The compiler knows. We let it compile for an H200, and count some instructions of a warp, too.
+# The compiler knows. We let it compile for an H200, and count some instructions of a warp, too. (With half as many
+# warps, each has twice as many.)
 
 # %%
 made = compiled_steps()
@@ -320,7 +314,7 @@ def running(shape: tuple[int, int], name: str) -> int:
     return min(b * Hkv * -(-t // length[shape]), SMS * made[name].at_a_time)
 
 
-print(table(made, "split"))
+print(table(made, "split") + "\n")
 compare("split", *(predict(running(shape, "split"), steps.SPLIT.tokens * KV) for shape in shapes))
 
 # %% [markdown]
@@ -339,7 +333,7 @@ compare("split", *(predict(running(shape, "split"), steps.SPLIT.tokens * KV) for
 tile = steps.FLIGHT.tokens * KV
 tiles = made["flight"].shared // tile
 print(f"{tiles} tiles of {tile / 1024:.0f} KiB in shared memory\n")
-print(table(made, "split", "flight"))
+print(table(made, "split", "flight") + "\n")
 compare("flight", *(predict(running(shape, "flight"), tiles * tile) for shape in shapes))
 assert made["split"].loads_ahead == 0 < made["flight"].loads_ahead
 assert tiles == 2
@@ -353,9 +347,10 @@ assert first_failure(partial(steps.parts, cut=Cut(tokens=16, warps=2, stages=5),
 # ## Step 5: fewer instructions, for four bits
 #
 # Tutorial 4 stores a key or value in four bits (NVFP4). A token then has 148 bytes instead of 516, but the products
-# are the same, and decoding comes on top. The limit moves from bytes to instructions: [hardware
-# counters](../docs/appendix/kernel-times.md#hardware-counters) saw one issued in 63 % of the cycles, in bfloat16 in
-# 17 %. There are two ways to save some.
+# are the same, and decoding comes on top. So the limit moves from bytes to instructions: with NVFP4 the real kernel
+# issued one in 63 % of the cycles, with bfloat16 in 17 %, when [hardware
+# counters](../docs/appendix/kernel-times.md#hardware-counters) last looked. Since then it saves instructions in two
+# ways.
 #
 # **Queries as columns.** An instruction of the tensor cores multiplies 16 rows by 8 columns. Compare, for g = 4:
 #
@@ -366,13 +361,12 @@ assert first_failure(partial(steps.parts, cut=Cut(tokens=16, warps=2, stages=5),
 # up a block take part in the softmax, too. In the loop everything is transposed:
 
 # %%
-print(difference(steps._part, steps._part_swapped), "\n")
 swapped = partial(
     steps.parts, cut=Cut(tokens=16, warps=1, stages=1), split=24, kernel=steps._part_swapped, heads_at_least=8
 )
 assert first_failure(swapped) is None
-print("equals the reference\n")
-print(table(made, "flight", "swap"))
+print(difference(steps._part, steps._part_swapped) + "\n\nequals the reference\n")
+print(table(made, "flight", "swap") + "\n")
 compare("swap", *(predict(running(shape, "swap"), tiles * tile) for shape in shapes))
 assert made["flight"].products == 2 * made["swap"].products
 assert made["flight"].loads_ahead == made["swap"].loads_ahead

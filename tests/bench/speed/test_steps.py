@@ -133,6 +133,16 @@ def test_examples_find_a_mistake_and_only_that() -> None:
         step_checks.mutant(steps._query_head, "tl.load(", "tl.store(")
 
 
+def test_examples_are_of_the_kinds_that_break_kernels() -> None:
+    """Empty lanes, a single token, full tiles, several parts; lanes of one head and of more; free places hold NaN."""
+    drawn = [step_checks.draw(number, torch.device("cpu")) for number in range(step_checks.EXAMPLES)]
+    lengths = torch.cat([count.flatten() for *_, count in drawn])
+    assert set(step_checks.SPECIAL) <= set(lengths.tolist())
+    assert lengths.max() > 64
+    assert {q.shape[1] // place.shape[1] for q, _, place, _ in drawn} == {1, 2, 5}
+    assert all(cache.isnan().any() for _, cache, _, _ in drawn)
+
+
 def test_loops_of_two_kernels_are_compared() -> None:
     lines = step_checks.difference(steps._kv_head, steps._part).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
