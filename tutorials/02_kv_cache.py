@@ -17,9 +17,9 @@
 # keys and values of the past. It trades arithmetic for memory, and in a reasoning model memory becomes the problem.
 #
 # The picture shows the trade for the shape of an 8-billion-parameter Llama. It is computed, not measured: on the left
-# the tokens that pass the layers, on the right the bytes that are kept for it.
+# the tokens that pass the layers, on the right the memory that this takes.
 #
-# We measure both sides on the embedded model. Then we write the bill for models of seven to eight billion parameters.
+# We measure both sides on the embedded model. Then we write the bill for two larger ones, and take one token away.
 
 # %%
 try:
@@ -59,10 +59,10 @@ import textwrap
 import time
 
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from minithink.config import ModelConfig, RopeScaling
+from minithink.bench.speed.steady import LLAMA
+from minithink.config import ModelConfig
 from minithink.kv.full import FullCache
 from minithink.kv.plain import PlainCache
 from minithink.model import Decoder
@@ -124,7 +124,7 @@ for layer in range(config.num_layers):
 print(f"keys and values of the first 30 tokens are the same, with {len(prompt) - 30} tokens after them or without")
 
 # %% [markdown]
-# And the queries? A query is used once, by its own token. Hence a *KV* cache, without Q.
+# A query is used once, by its own token. Hence a *KV* cache, without Q.
 #
 # ## The same tokens, twice
 #
@@ -157,25 +157,20 @@ naive_seconds = time.perf_counter() - began
 cache = FullCache(config, engine.rope)
 cache.join(0, capacity=len(prompt) + steps)
 began = time.perf_counter()
-new, margins = prompt, []
+new = prompt
 for _ in range(steps):
-    logits = cached_step(cache, new)
-    best, second = logits.topk(2).values
-    margins.append((best - second).item())
-    new = [logits.argmax().item()]
+    new = [cached_step(cache, new).argmax().item()]
     cached += new
 cached_seconds = time.perf_counter() - began
 
 assert naive == cached, "with and without a cache, the tokens differ"
 print(tokenizer.decode(cached[len(prompt) :]), "...\n")
-print(f"{steps} of {steps} tokens are equal (closest decision: {min(margins):.3f} between the two best logits)")
+print(f"{steps} of {steps} tokens are equal")
 fed = sum(range(len(prompt), len(prompt) + steps))
 print(f"tokens that went through the decoder: {fed:,} without a cache, {len(prompt) + steps - 1:,} with one")
 print(f"seconds: {naive_seconds:.2f} and {cached_seconds:.2f}")
 
 # %% [markdown]
-# With a cache every token goes through the decoder once, except the last one, which is never read back.
-#
 # ## Time per token
 #
 # Without a cache, token number `n` costs a pass over `n` tokens. With one, it costs a pass over a single token, and a
@@ -215,16 +210,12 @@ axis.loglog(lengths, [1e3 * s for s in without_cache], "o-", color=ORANGE, label
 axis.loglog(lengths, [1e3 * s for s in with_cache], "o-", color=BLUE, label="with a KV cache")
 axis.set_xticks(lengths, lengths)
 axis.minorticks_off()
-axis.yaxis.set_major_locator(plt.LogLocator(subs=(1, 2, 5), numticks=20))
-axis.yaxis.set_major_formatter("{x:g}")
 axis.set(xlabel="tokens before the new one", ylabel="time for one new token (ms)")
 axis.legend()
 plt.show()
 assert without_cache[-1] > 5 * with_cache[-1], "the cache should win by far at this length"
 
 # %% [markdown]
-# Generating a text costs the sum: `n·(n + 1)/2` token passes without a cache, and `n` with one.
-#
 # ## Prefill and decode
 #
 # In prefill the decoder reads many tokens in one pass. In decode it reads one.
@@ -232,10 +223,8 @@ assert without_cache[-1] > 5 * with_cache[-1], "the cache should win by far at t
 # %%
 n = 512
 prefill_seconds = fastest(lambda: filled(n, room=0), 3)
-cache = filled(n, room=20)
-decode_seconds = fastest(lambda: cached_step(cache, [filler[0]]), 20)
 print(f"prefill: {n / prefill_seconds:8,.0f} tokens/s")
-print(f"decode:  {1 / decode_seconds:8,.0f} tokens/s")
+print(f"decode:  {1 / with_cache[lengths.index(n)]:8,.0f} tokens/s")
 
 # %% [markdown]
 # The same weights, the same arithmetic for each token, and yet another speed. To see why, we count two things for a
@@ -248,8 +237,8 @@ print(f"decode:  {1 / decode_seconds:8,.0f} tokens/s")
 #     traffic = (P + V·d)·size  +  B·S·(bytes of keys and values of a token)
 #               every weight once  every key and value once
 #
-# `P` is the number of weights in the layers' matrices, `size` the bytes of a number. The weights are read once for a
-# pass, *however many tokens it has*.
+# `P` is the number of weights in the layers' matrices, `size` the bytes of a number. A pass reads the weights once,
+# *however many tokens it has*.
 
 
 # %%
@@ -284,100 +273,32 @@ assert products == 2 * weights_used, f"torch counts {products:,} FLOPs, the form
 print(f"matrix products of one token: {products:,} FLOPs, by torch's count and by ours\n")
 
 size = 4  # float32
-for name, batch, new, keys in [("prefill", 1, n, n), ("decode", 1, 1, n)]:
-    work, traffic = flops(config, batch, new, keys), bytes_read(config, batch, keys, size)
-    print(f"{name:8} {work / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {work / traffic:7.1f} FLOP/byte")
+traffic = bytes_read(config, 1, n, size)
+intensity = {"prefill": flops(config, 1, n, n) / traffic, "decode": flops(config, 1, 1, n) / traffic}
+for name, each in intensity.items():
+    print(f"{name:8} {each * traffic / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {each:7.1f} FLOP/byte")
 
 # %% [markdown]
 # The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A pass with a higher
 # intensity than the processor's own ratio is bound by arithmetic. A pass with a lower one is bound by memory: the
 # arithmetic units wait.
 #
-# We measure this machine's ratio with a large matrix product and a large sum, and draw both phases below the roof
-# that the two limits form. Decode with a larger batch is there, too: the weights are fetched once for all sequences.
+# We measure this machine's ratio with a large matrix product and a large sum.
 
 # %%
 square = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
 peak_flops = 2 * 1024**3 / fastest(lambda: square @ square, 20)
 big = torch.ones(64 * 2**20)  # 256 MiB, more than caches hold
 peak_bytes = big.nbytes / fastest(lambda: big.sum(), 5)
-print(
-    f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s, ridge at "
-    f"{peak_flops / peak_bytes:.1f} FLOP/byte"
-)
-
-
-def decode_batch(batch: int, keys: int) -> float:
-    """Seconds of one decode step of `batch` sequences that hold `keys` tokens each."""
-    cache = FullCache(config, engine.rope)
-    for seq in range(batch):
-        cache.join(seq, keys + 8)
-        cached_step(cache, filler[:keys], seq)
-
-    def step():
-        cache.begin_step(range(batch), [1] * batch)
-        decoder.logits(decoder(torch.tensor(filler[:batch]), cache))
-        cache.end_step()
-
-    return fastest(step, 8)
-
-
-keys = 128
-points = [(f"prefill, {n} tokens", flops(config, 1, n, n), bytes_read(config, 1, n, size), prefill_seconds, ORANGE)]
-for batch in (1, 4, 16):
-    work, traffic = flops(config, batch, 1, keys), bytes_read(config, batch, keys, size)
-    points.append((f"decode, batch {batch}", work, traffic, decode_batch(batch, keys), BLUE))
-
-figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-ridge = peak_flops / peak_bytes
-roof = [0.2 * peak_bytes / 1e9, peak_flops / 1e9, peak_flops / 1e9]
-axis.loglog([0.2, ridge, 1000], roof, color=GREY, label="roof of this machine")
-axis.axvline(ridge, color=GREY, linewidth=0.6, linestyle=":")
-for name, work, traffic, seconds, color in points:
-    axis.plot(work / traffic, work / seconds / 1e9, "o", color=color)
-    axis.annotate(
-        name,
-        (work / traffic, work / seconds / 1e9),
-        (4, -12),
-        textcoords="offset points",
-        ha="left" if work / traffic < ridge else "center",
-    )
-    print(f"{name:20} {work / traffic:6.1f} FLOP/byte  {work / seconds / 1e9:6.1f} GFLOP/s")
-axis.set(xlabel="arithmetic intensity (FLOP/byte)", ylabel="arithmetic done (GFLOP/s)", xlim=(0.2, 1000))
-axis.set_ylim(min(work / seconds for _, work, _, seconds, _ in points) / 2.5e9, 2 * peak_flops / 1e9)
-for each in (axis.xaxis, axis.yaxis):
-    each.set_major_formatter("{x:g}")
-    each.set_minor_formatter(plt.NullFormatter())
-axis.legend(loc="lower right")
-plt.show()
+ratio = peak_flops / peak_bytes
+print(f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s: {ratio:.1f} FLOP/byte")
+assert intensity["decode"] < ratio < intensity["prefill"]
 
 # %% [markdown]
-# Left of the dotted line memory is the limit, right of it arithmetic. A decode step at batch 1 does one
-# multiplication and one addition for each weight that it fetches. No faster arithmetic unit helps it. A larger batch
-# moves it to the right.
+# So prefill is bound by arithmetic, and decode by memory. A decode step does about one multiplication and one
+# addition for each weight that it fetches, and no faster arithmetic unit helps it. A larger batch does: the weights
+# are fetched once for all sequences.
 #
-# How far a point lies below the roof is what everything else costs: operations are launched one by one, and in a
-# model of this size they are small. Let us count them. (A point may also lie *above* the slope: a processor's caches
-# can hold many weights of such a model.)
-
-
-# %%
-class CountOperations(TorchDispatchMode):
-    launched = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.launched += 1
-        return operation(*args, **(kwargs or {}))
-
-
-cache = filled(100, room=1)
-with CountOperations() as count:
-    cached_step(cache, [filler[0]])
-work = flops(config, 1, 1, 100) / count.launched
-print(f"a decode step launches {count.launched} operations, one for every {work / 1e3:.0f} thousand FLOPs")
-assert count.launched > 100, "there are too few to explain anything"
-
-# %% [markdown]
 # ## Bytes per token
 #
 # Now the cache's own price. For each token it keeps a key *and* a value, in each layer, in each KV head, with `D`
@@ -385,8 +306,8 @@ assert count.launched > 100, "there are too few to explain anything"
 #
 #     bytes per token = 2 · L · Hkv · D · bytes
 #
-# Not in it are the number of query heads, the width of the model, the vocabulary. That is what GQA was made for. We
-# check the formula against what a `FullCache` says, and that against its tensors.
+# Not in it are the number of query heads, the width of the model, the vocabulary. That is why models have fewer KV
+# heads than query heads (grouped-query attention, GQA). We check the formula against a `FullCache` and its tensors.
 
 # %%
 per_token = 2 * L * Hkv * D * size
@@ -401,8 +322,6 @@ print(f"2 · {L} · {Hkv} · {D} · {size} = {per_token:,} bytes a token")
 print(f"held:     {len(prompt):4} tokens, {cache.held_bytes(0):9,} bytes")
 print(f"reserved: {len(prompt) + 200:4} tokens, {cache.reserved_bytes():9,} bytes")
 
-text_bytes = len(tokenizer.decode(prompt).encode()) / len(prompt)
-print(f"\nA token is {text_bytes:.1f} bytes of text. Its keys and values: {per_token / text_bytes:,.0f} times that.")
 
 # %% [markdown]
 # *Held* and *reserved* are not the same: a full cache promises room for the longest answer, and what is not used is
@@ -428,27 +347,23 @@ print(textwrap.fill(problem.question, 110), "\n")
 lines = result.text.splitlines()
 print("\n".join([*lines[:6], f"   [{len(lines) - 9} lines more]", *lines[-3:]]))
 print(f"\ncorrect: {grade(result.text, problem.answer)}")
-print(
-    f"prompt {result.prompt_tokens} tokens, thinking {result.thinking_tokens}, "
-    f"answer {result.generated_tokens - result.thinking_tokens}"
-)
+print(f"prompt {result.prompt_tokens} tokens, thinking {result.thinking_tokens}, then the answer")
 
 # %%
 MiB = 2**20
 begin, end = result.prompt_tokens, result.prompt_tokens + stages.count("think")
 total = result.prompt_tokens + len(held)
-figure, axis = plt.subplots(figsize=(7, 3.2), layout="constrained")
-tokens = torch.arange(total + 1)
-spans = [(0, begin, "prompt", GREY), (begin, end, "think", BLUE), (end, total, "answer", GREEN)]
-for left, right, name, color in spans:
-    part = tokens[left : right + 1]
-    axis.fill_between(part, part * per_token / MiB, color=color, linewidth=0)
-    x, side = (right, "right") if name == "answer" else ((left + right) / 2, "center")
-    axis.text(x, x * per_token / MiB + 1.5, name, ha=side, va="bottom", color=color)
-axis.axhline(reserved / MiB, color=ORANGE, linestyle="--")
-axis.text(10, reserved / MiB + 1, f"reserved: the whole context of {config.max_position:,} tokens", color=ORANGE)
+figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+for left, right, name, color in [
+    (0, begin, "prompt", GREY),
+    (begin, end, "thinking", BLUE),
+    (end, total, "answer", GREEN),
+]:
+    part = torch.arange(left, right + 1)
+    axis.fill_between(part, part * per_token / MiB, color=color, linewidth=0, label=name)
+axis.axhline(reserved / MiB, color=ORANGE, linestyle="--", label="reserved: the whole context")
 axis.set(xlabel="tokens of the sequence", ylabel="keys and values (MiB)", xlim=(0, total))
-axis.set_ylim(0, 1.15 * reserved / MiB)
+axis.legend()
 plt.show()
 print(
     f"at the end {result.kv_bytes / MiB:.1f} MiB are held and {reserved / MiB:.0f} MiB reserved: "
@@ -462,8 +377,7 @@ assert stages.count("think") > total / 2
 #
 # ## The bill for real models
 #
-# Three models that reason, described by hand. `Decoder` on the device `meta` has shapes and no memory, so we can
-# count its parameters exactly.
+# Two models that reason. `Decoder` on the device `meta` has shapes and no memory, so we can count its parameters.
 
 
 # %%
@@ -475,20 +389,7 @@ def parameters(c: ModelConfig) -> int:
 assert parameters(config) == sum(p.numel() for p in decoder.parameters())
 
 models = {
-    "R1-Distill-Llama-8B": ModelConfig(
-        "LlamaForCausalLM",
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope=RopeScaling("llama3", factor=8.0, original_max_position=8192),
-    ),
+    "R1-Distill-Llama-8B": LLAMA,
     "R1-Distill-Qwen-7B": ModelConfig(
         "Qwen2ForCausalLM",
         vocab_size=152064,
@@ -501,56 +402,23 @@ models = {
         max_position=131072,
         qkv_bias=True,
     ),
-    "Qwen3-8B": ModelConfig(
-        "Qwen3ForCausalLM",
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        max_position=40960,
-        rope_theta=1000000.0,
-        qk_norm=True,
-    ),
 }
 
 GiB, half, length = 2**30, 2, 32 * 1024  # half: bytes of a bfloat16
-print(f"                       parameters   weights    a token   cache of {length:,} tokens")
-print("                                                          batch 1     batch 32")
+print(f"                       parameters   weights  a token  32 × {length:,} tokens  as large as the weights with")
 for name, c in models.items():
-    token = c.kv_bytes_per_token(half)
+    weights, token = parameters(c) * half, c.kv_bytes_per_token(half)
     print(
-        f"{name:22} {parameters(c) / 1e9:8.2f} B {parameters(c) * half / GiB:5.1f} GiB {token / 1024:6.0f} KiB"
-        f" {length * token / GiB:8.2f} GiB {32 * length * token / GiB:8.0f} GiB"
+        f"{name:22} {parameters(c) / 1e9:8.2f} B {weights / GiB:5.1f} GiB {token / 1024:4.0f} KiB"
+        f" {32 * length * token / GiB:12.0f} GiB {weights / token / 32:19,.0f} tokens in each of 32"
     )
 
 # %% [markdown]
-# One sequence is bearable. A server runs many, and then the cache is several times the model. The 7B model's cache is
-# less than half of the others': it has half the KV heads, and fewer layers.
-#
-# When does the cache outgrow the weights? That takes `weights / bytes per token` tokens, over all sequences together.
-
-# %%
-figure, axis = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
-tokens = torch.linspace(0, length, 50)
-for (name, c), color in zip(models.items(), (ORANGE, BLUE, GREEN), strict=True):
-    weights, token = parameters(c) * half, c.kv_bytes_per_token(half)
-    axis.plot(tokens, 32 * tokens * token / GiB, color=color, label=name)
-    axis.plot(weights / token / 32, weights / GiB, "o", color=color)
-    print(f"{name:22} {weights / token:9,.0f} tokens: {weights / token / 32:6,.0f} in each of 32 sequences")
-axis.plot([], [], "o", color=GREY, label="as large as the weights")
-axis.set(xlabel="tokens in each of 32 sequences", ylabel="keys and values, bfloat16 (GiB)", ylim=(0, None))
-axis.set_xticks(range(0, length + 1, 4096), [f"{t:,}" for t in range(0, length + 1, 4096)])
-axis.legend()
-plt.show()
-
-# %% [markdown]
-# ## Why reasoning makes it worse
+# A server runs many sequences, and then the cache is several times the model. The 7B model's cache is less than half
+# of the other's: it has half the KV heads, and fewer layers.
 #
 # The cache of a model that summarizes documents is mostly prompt: known in size beforehand, and filled by fast
-# prefill passes. A reasoning model turns this around. Over the shipped validation problems:
+# prefill. A reasoning model turns this around. Over the shipped validation problems:
 
 # %%
 read = sum(len(engine.prompt_ids(p.question)) for p in problems)
@@ -564,14 +432,11 @@ print(
 # Three things get worse at once:
 #
 # - **Room.** The cache grows with the thoughts, and how long they get shows only at the end.
-# - **Time.** Every decode step reads all keys and values that are held. In a batch the weights are shared, but each
-#   sequence has its own keys and values. So batching stops helping.
-# - **Throughput.** Fewer sequences fit beside the weights, so the batches get smaller as the thoughts get longer.
-#
-# The first table shows the second point: with long texts the intensity of decode gains 4 times from 128 times the
-# batch. The second table shows the third. It takes an accelerator from its data sheet (H100 SXM: 80 GB, 3.35 TB/s)
-# and gives limits that no software beats while it keeps and reads everything. [docs/speed.md](../docs/speed.md) has
-# what was measured.
+# - **Time.** Every decode step reads all keys and values that are held. A batch shares the weights, but not the
+#   cache. So batching stops helping: the first table.
+# - **Throughput.** Fewer sequences fit beside the weights, so batches get smaller as thoughts get longer: the second
+#   table. It takes an accelerator from its data sheet (H100 SXM) and gives limits that no software beats while it
+#   keeps and reads everything. [docs/speed.md](../docs/speed.md) has what was measured.
 
 # %%
 name = "R1-Distill-Llama-8B"
@@ -585,53 +450,13 @@ for keys in (128, 1024, 4096, 16384, 32768):
 assert table[128][-1] / table[128][0] > 50, "with short texts a batch should help"
 assert 4 < table[32768][-1] / table[32768][0] < 5, "with long texts a batch of 128 should gain 4 times"
 
-memory, bandwidth = 80e9, 3.35e12  # bytes, bytes/s
+memory, bandwidth = 80e9, 3.35e12  # bytes, bytes a second
 weights = parameters(c) * half
 print("\n   tokens held   sequences that fit   tokens/s of all together, at most")
 for keys in (1024, 4096, 16384, 32768):
     fit = int((memory - weights) / (keys * c.kv_bytes_per_token(half)))
     print(f"{keys:14,} {fit:20} {fit * bandwidth / bytes_read(c, fit, keys, half):35,.0f}")
 assert fit < 128 / 2, "most of the longest batch should not fit"
-
-# %% [markdown]
-# ## Many sequences, no padding
-#
-# Sequences of a batch have different lengths, and nothing is padded here: the tokens of all sequences lie in one flat
-# row. Norms and matrix products work on single tokens. Only `attend` must know where a sequence ends, and
-# `begin_step` tells it.
-
-# %%
-chosen = [problems[0], problems[150], problems[400]]
-prompts = [engine.prompt_ids(p.question) for p in chosen]
-sizes = [len(p) for p in prompts]
-
-cache = FullCache(config, engine.rope)
-for seq, ids in enumerate(prompts):
-    cache.join(seq, len(ids) + 1)
-cache.begin_step(seqs=[0, 1, 2], counts=sizes)
-flat = torch.tensor([token for ids in prompts for token in ids])  # [N]
-together = decoder(flat, cache).split(sizes)
-cache.end_step()
-
-for seq, ids in enumerate(prompts):
-    alone = FullCache(config, engine.rope)
-    alone.join(0, len(ids) + 1)
-    alone.begin_step([0], [len(ids)])
-    assert_close(together[seq], decoder(torch.tensor(ids), alone), rtol=1e-3, atol=1e-3)
-    assert cache.length(seq) == len(ids)
-print(f"one row of {' + '.join(map(str, sizes))} = {len(flat)} tokens; a rectangle would have {3 * max(sizes)}")
-print("the hidden states are those that each sequence has alone")
-
-# %% [markdown]
-# In decode it is the same, with one token of each sequence. Each sequence gets the tokens that it would get alone.
-
-# %%
-questions = [p.question for p in chosen]
-batch = engine.generate(questions, temperature=0, max_new_tokens=60)
-singles = [engine.generate(q, temperature=0, max_new_tokens=60)[0] for q in questions]
-for one, many in zip(singles, batch, strict=True):
-    assert one.token_ids == many.token_ids, "a sequence of the batch differs from the same sequence alone"
-    print(f"{many.prompt_tokens:4} prompt tokens, then the same {many.generated_tokens}: {many.text.splitlines()[0]}")
 
 # %% [markdown]
 # ## What if we throw something away?
@@ -653,9 +478,8 @@ cache.join(0, capacity=10, prompt=10)  # a prompt of 10 tokens, of which 6 come 
 cached_step(cache, prompt[:6])
 lanes = cache.sequences[0].lanes
 keys = lanes.keys(layer=0).clone()  # [Hkv, 6, D]
-print("positions", lanes.positions()[0, 0].tolist())
 lanes.evict(lanes.positions() == 2)
-print("and without token 2:", lanes.positions()[0, 0].tolist())
+print("without token 2:         ", lanes.positions()[0, 0].tolist())
 assert lanes.positions()[0, 0].tolist() == [0, 1, 3, 4, 5]
 assert torch.equal(lanes.keys(layer=0), keys[:, [0, 1, 3, 4, 5]])
 cached_step(cache, prompt[6:8])
@@ -703,11 +527,7 @@ axis.set(ylabel="probability of “48” lost", xlabel="token of the prompt that
 axis.set(xlim=(-1, len(prompt)), ylim=(0, 1.02))
 plt.show()
 
-print(f"nothing missing:              {whole:.4f}")
-print(f"without the value, token {stated}:  {probability[stated]:.4f}")
-for i, p in enumerate(probability):
-    if p < whole / 2 and i != stated:
-        print(f"without token {i}, {labels[i]!r} after {tokenizer.decode(prompt[max(0, i - 4) : i])!r}: {p:.4f}")
+print(f"nothing missing: {whole:.4f}; without the value, token {stated}: {probability[stated]:.4f}")
 needless = sum(p > whole - 0.01 for p in probability)
 print(f"{needless} of {len(prompt)} tokens can be missing, one at a time, without a trace")
 assert needless > len(prompt) / 2, "most tokens should be dispensable for one look-up"
@@ -720,13 +540,9 @@ assert probability[stated] < 0.03, "without its token the value should be a gues
 # tokens may have copied a value while they read it. And a token that this look-up does not need may be the one that
 # the next needs.
 #
-# ## What comes next
-#
-# Everything that follows attacks one of the factors that you have seen here:
-#
-# - **Paged storage** gives back what is reserved and not held.
-# - **Formats** shrink the bytes of a token: 8, 4, even 2 bits for a number, and the scales count, too.
-# - **Policies** shrink the number of tokens: which thoughts may go, when, and how one knows.
+# From here on both factors of the bill shrink: policies ([tutorial 7](07_from_streamingllm_to_rkv.py)) the tokens,
+# formats ([4](04_number_formats.py)) the bytes of a token. Paged storage ([3](03_paged_cache.py)) makes good use of
+# what they free.
 #
 # ## Three things to remember
 #
@@ -737,12 +553,10 @@ assert probability[stated] < 0.03, "without its token the value should be a gues
 #
 # ## Exercises
 #
-# 1. **Multi-head and multi-query.** Give the three real models as many KV heads as query heads, then a single one.
+# 1. **Multi-head and multi-query.** Give the two real models as many KV heads as query heads, then a single one.
 #    Recompute the bill. What did GQA save?
 # 2. **Crossover.** At which length does attention (`4·L·Hq·D·keys`) cost a decoding token as many FLOPs as the
-#    weights (`2·P`)? Compute it for the embedded and the three real models, and compare with the lengths at which the
+#    weights (`2·P`)? Compute it for the embedded and the two real models, and compare with the lengths at which the
 #    *bytes* are equal.
-# 3. **Chunked prefill.** Feed a prompt to `cached_step` in pieces of 16 tokens. Check that the logits stay the same.
-#    Plot prefill tokens/s against the size of the piece, from 1 to 512. Where does the curve bend, and why there?
-# 4. **Evict more.** In the last experiment, remove *pairs* of neighbouring tokens. Then remove together all tokens
+# 3. **Evict more.** In the last experiment, remove *pairs* of neighbouring tokens. Then remove together all tokens
 #    that could be removed alone. Does the model still know the value? What does that say about ranking tokens singly?
