@@ -237,8 +237,8 @@ print(f"decode:  {1 / with_cache[lengths.index(n)]:8,.0f} tokens/s")
 #     traffic = (P + V·d)·size  +  B·S·(bytes of keys and values of a token)
 #               every weight once  every key and value once
 #
-# `P` is the number of weights in the layers' matrices, `size` the bytes of a number. A pass reads the weights once,
-# *however many tokens it has*.
+# `P` is the number of weights in the layers' matrices, `V·d` those of the output layer, `size` the bytes of a number.
+# A pass reads the weights once, *however many tokens it has*.
 
 
 # %%
@@ -295,9 +295,9 @@ print(f"this core: {peak_flops / 1e9:.0f} GFLOP/s, {peak_bytes / 1e9:.1f} GB/s: 
 assert intensity["decode"] < ratio < intensity["prefill"]
 
 # %% [markdown]
-# So prefill is bound by arithmetic, and decode by memory. A decode step does about one multiplication and one
-# addition for each weight that it fetches, and no faster arithmetic unit helps it. A larger batch does: the weights
-# are fetched once for all sequences.
+# So prefill is bound by arithmetic, and decode by memory. (In a model this small the launch of each operation costs
+# time, too.) A decode step does about one multiplication and one addition for each weight that it fetches, and no
+# faster arithmetic unit helps it. A larger batch does: the weights are fetched once for all sequences.
 #
 # ## Bytes per token
 #
