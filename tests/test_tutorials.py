@@ -332,6 +332,14 @@ def test_a_page_shows_what_cells_printed_and_drew() -> None:
     assert text.endswith("```text\n" + "7\n" * 60 + "… 2 more lines\n```\n")
 
 
+def test_times_of_an_output_are_found_and_names_of_formats_are_none() -> None:
+    times = module("pages").TIMES
+    for text in ("took 24.9 ms", "4,069 µs", "36 s", "12s", "tokens/s"):
+        assert times.search(text), text
+    for text in ("int4s   4.5   0.0870", "int4s:group=64", "1,016 sharp look-ups"):
+        assert not times.search(text), text
+
+
 def test_files_that_are_left_behind_are_said(tmp_path: Path) -> None:
     """A second run in the same folder would meet them, and so would git."""
     run = runner()

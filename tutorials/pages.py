@@ -26,7 +26,8 @@ LONGEST_OUTPUT = 60  # lines
 WORDS_A_MINUTE = 150
 LINES_A_MINUTE = 30  # of code
 OF_THE_MACHINE = "*Times and speeds are those of the machine named above.*"
-TIMES = re.compile(r"\d\s*(?:ms|µs|us|s)\b|\b(?:ms|seconds|minutes|GB/s|tokens/s)\b")
+# Not the format int4s: no letter before the number.
+TIMES = re.compile(r"(?<![A-Za-z\d])\d+\s*(?:ms|µs|us|s)\b|\b(?:ms|seconds|minutes|GB/s|tokens/s)\b")
 
 
 def relinked(text: str) -> str:
