@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -57,6 +57,12 @@ class Example:
     answer: str
     grader: str  # a name in grading.CHOICES
     group: str = ""  # length bin, level or subject: for tables
+
+
+def hash_of(examples: Sequence[Example]) -> str:
+    """16 hexadecimal digits, a hash of all ids, questions, answers and graders."""
+    content = [[e.id, e.question, e.answer, e.grader] for e in examples]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def load_dataset(

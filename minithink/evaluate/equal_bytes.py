@@ -1,4 +1,5 @@
-"""Print the summary of runs again, and with --at-bytes compare their policies at equal bytes.
+"""Print the summary of runs again, or with --at-bytes compare their policies at equal bytes; with --leaderboard say
+where they stand among the committed ones.
 
 A policy that was run at two budgets is taken on a straight line between them, problem by problem: where it held
 1.0 MiB and 1.4 MiB a sequence, the middle of its right answers at the two budgets stands for 1.2 MiB. Bytes are
@@ -19,6 +20,7 @@ from minithink.cli.commands import location
 from minithink.errors import NON_FINITE, UsageError, alternatives, escaped, quoted
 from minithink.evaluate.intervals import RESAMPLES, bootstrap, wilson
 from minithink.evaluate.journal import FULL, INSTRUMENT, Record, Run, join, read
+from minithink.evaluate.leaderboard import Leaderboard
 from minithink.evaluate.plots import unfinished
 from minithink.evaluate.summary import (
     Budget,
@@ -31,6 +33,8 @@ from minithink.evaluate.summary import (
     summarize,
 )
 from minithink.kv.byte_size import ByteSize
+from minithink.results import pooled
+from minithink.results.record import default_path
 
 HELP = (
     "The intervals are of the draw of problems. They do not say how far from the straight line a policy would have "
@@ -88,6 +92,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="with --at-bytes: the policy that the others are compared with (default: the run's first but full)",
     )
+    add(
+        "--leaderboard",
+        type=location,
+        nargs="?",
+        const=default_path("x").parent,
+        metavar="RESULTS",
+        help="behind DIR: put the policies beside those whose results are committed in RESULTS/"
+        f"{pooled.FILE}, by right answers and bytes; several folders are of a dataset each, as in facts, ledger, "
+        "search, and means over them are taken (default: docs/results of the checkout)",
+    )
 
 
 def sizes(text: str) -> tuple[float, ...]:
@@ -102,6 +116,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     """Print the tables."""
     if args.against is not None and args.at_bytes is None:
         raise UsageError("--against names a policy to compare with at equal bytes: give --at-bytes, too, or drop it.")
+    if args.leaderboard is not None and args.at_bytes is not None:
+        raise UsageError("--leaderboard and --at-bytes are two comparisons: give one of them.")
+    board = None if args.leaderboard is None else Leaderboard(args.leaderboard)
     runs = [read(folder) for folder in args.folders]
     for one in runs:
         if INSTRUMENT in one.settings:
@@ -111,6 +128,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             )
     for note in [*chain.from_iterable(one.notes for one in runs), *filter(None, map(unfinished, runs))]:
         print(f"minithink.evaluate: {escaped(note)}", file=sys.stderr)
+    if board is not None:
+        print(board.together(runs), end="")
+        return 0
     records = join(runs)
     if all(record.finish_reason == NON_FINITE for record in records):
         folders = ", ".join(map(str, args.folders))

@@ -1,27 +1,39 @@
 """`--leaderboard`: put the policies of a run beside those whose results are committed, at the same setting.
 
 The results lie in the pool (`docs/results/pool.jsonl.gz`). A committed run counts if it is of the same weights, the
-same problems and the same draws, at the same budget. Every committed policy is compared with one's own problem by
-problem: the difference with its interval (bootstrap over problems), and McNemar's exact test with Holm's correction
-for all tests of the leaderboard.
+same problems and the same draws. One's own policies get their place among all of these by right answers and bytes
+(`standing.py`). Every committed policy at the same budget is also compared with one's own problem by problem: the
+difference with its interval (bootstrap over problems), and McNemar's exact test with Holm's correction for all tests
+of the leaderboard.
+
+A run on fewer problems of an embedded family is a quick look: of the committed runs only the answers to these
+problems count. Bytes and lengths were kept as means over all of their problems, and stay that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from itertools import chain
+from math import fsum
 from pathlib import Path
 from typing import Any
 
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, escaped, unwritable
-from minithink.evaluate import journal, summary
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped, unwritable
+from minithink.evaluate import journal, standing, summary
+from minithink.evaluate.datasets import hash_of, load_dataset
+from minithink.evaluate.intervals import bootstrap, wilson
 from minithink.evaluate.journal import FULL, Record, Run, differences
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import Cell
-from minithink.evaluate.summary import Budget, Row, budget_text, code, points
+from minithink.evaluate.standing import Point
+from minithink.evaluate.summary import Budget, Row, budget_text, code, points, summarize
+from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
 from minithink.results import files, pooled
 from minithink.results.files import dumps, rounded
 from minithink.sampling import DRAWS
+from minithink.tasks import families
 
 # What must be equal, beside the budget. `problems` is a hash of them: `limit` may differ where they are equal.
 SAME = (
@@ -38,7 +50,13 @@ SAME = (
     "think_tags",
 )
 NEEDED = ("pass_at_1", "pass_at_1_low", "pass_at_1_high", "generated_mean", "cut_off", "kv_bytes_peak")  # of a row
+ORACLES = {cls.name for cls in (AnswerOracle, HindsightOracle, NeedsOracle)}
 SURE = 1e-4  # smaller probabilities are shown as this
+BY_BYTES = (
+    "●: on the front, which means that no other policy is right as often with as few bytes; the intervals do not "
+    "count. Bytes: the mean of peaks, of the full cache's on the same machine. Below the front: points less than the "
+    "best policy of at most the same bytes."
+)
 
 
 @dataclass(frozen=True)
@@ -118,13 +136,16 @@ class Leaderboard:
                 )
 
     def same_setting(self, settings: Mapping[str, Any]) -> list[pooled.Run]:
-        """The committed runs of the same weights, problems and draws. UsageError: there are none; the message names
-        what differs from those that are nearest."""
+        """The committed runs of the same weights, problems and draws; of runs on more problems only the answers to
+        these. UsageError: there are none; the message names what differs from those that are nearest."""
         mine = _setting_of(settings)
         answers = [run for run in self.runs if journal.INSTRUMENT not in run.key]
         found = [run for run in answers if _setting_of(run.key) == mine]
         if found:
             return [*found, *_without_budget(answers, mine)]
+        found = _of_more_problems(answers, settings)
+        if found:
+            return found
 
         def differing(run: pooled.Run) -> int:
             theirs = _setting_of(run.key)
@@ -155,9 +176,7 @@ class Leaderboard:
         beside = self.same_setting(run.settings)
         whole = {(row.policy, row.budget): row for row in rows if row.group is None}
         full = whole.get((FULL, None))
-        their_full = next((one for one in beside if one.key["policy"] == FULL), None)
-        if their_full is not None:
-            pooled.need(their_full, NEEDED, self.path)
+        their_full = self._full_of(beside)
         parts = list[Part]()
         for (policy, budget), row in whole.items():
             if policy == FULL:
@@ -177,22 +196,98 @@ class Leaderboard:
             records = [r for r in run.records if (r.policy, r.budget) == (policy, budget)]
             records.sort(key=lambda r: (r.id, r.sample))
             lines = [own]
-            for one in self._at_budget(beside, budget):
-                lines.append(self._line(one, their_full, records))
+            for one in _most_telling(beside):
+                if one.key["budget"] == (None if one.key["policy"] == FULL else rounded(budget)):
+                    lines.append(self._line(one, their_full, records))
             lines.sort(key=lambda line: (-line.right, not line.own, line.policy))
             parts.append(Part(policy, budget, lines))
         return _corrected(parts)
 
-    def _at_budget(self, beside: Sequence[pooled.Run], budget: Budget) -> list[pooled.Run]:
-        """The full cache and the policies at this budget: of each the run whose answers were found to be equal again,
-        or that says which were right, or the newest."""
-        best = dict[str, pooled.Run]()
-        for run in beside:
-            if run.key["budget"] != (None if run.key["policy"] == FULL else rounded(budget)):
+    def _full_of(self, beside: Iterable[pooled.Run]) -> pooled.Run | None:
+        """The committed run of the full cache; None: there is none."""
+        full = next((run for run in beside if run.key["policy"] == FULL), None)
+        if full is not None:
+            pooled.need(full, NEEDED, self.path)
+        return full
+
+    def points(self, run: Run, rows: Sequence[Row]) -> list[Point]:
+        """The committed policies of the setting at all budgets, and those of a finished run: whose bytes can be
+        divided by the full cache's, and which no oracle tells what a text will need. Arguments and errors: as of
+        `parts`."""
+        beside = self.same_setting(run.settings)
+        whole = [row for row in rows if row.group is None]
+        full = next((row for row in whole if row.policy == FULL), None)
+        their_full = self._full_of(beside)
+        found = list[Point]()
+        for row in whole:
+            if full is None or row.policy == FULL:
                 continue
-            old = best.setdefault(run.key["policy"], run)
-            best[run.key["policy"]] = max(old, run, key=lambda run: (not run.stale, bool(run.right), run.date))
-        return list(best.values())
+            right, low, high = row.accuracy
+            found.append(
+                Point(
+                    policy=row.policy,
+                    budget=row.budget,
+                    own=True,
+                    right=right,
+                    right_low=low,
+                    right_high=high,
+                    samples=row.samples,
+                    of_full=row.kv_bytes_peak / full.kv_bytes_peak,
+                )
+            )
+        for one in _most_telling(beside):
+            if their_full is None or _has_oracle(one.key["policy"]):
+                continue
+            pooled.need(one, NEEDED, self.path)
+            found.append(
+                Point(
+                    policy=one.key["policy"],
+                    budget=one.key["budget"],
+                    own=False,
+                    right=one.row["pass_at_1"],
+                    right_low=one.row["pass_at_1_low"],
+                    right_high=one.row["pass_at_1_high"],
+                    samples=len(one.shares) * one.key["num_samples"],
+                    of_full=one.row["kv_bytes_peak"] / their_full.row["kv_bytes_peak"],
+                    changed=one.state == "stale",
+                )
+            )
+        return found
+
+    def together(self, runs: Sequence[Run]) -> str:
+        """Where the policies of finished runs stand, in Markdown: by means over the runs, which have a dataset each.
+
+        Raises:
+            UsageError: a run has nothing committed beside it, two are of one dataset, or no policy can be placed.
+            MinithinkError: a committed run lacks a number.
+        """
+        names = [_dataset_of(run) for run in runs]
+        if len(set(names)) < len(names):
+            raise UsageError(
+                "--leaderboard takes the mean over datasets, and the folders are of "
+                f"{', '.join(names)}: give one folder for each dataset."
+            )
+        for run in runs[1:]:
+            first, other = (_setting_of(one.settings) for one in (runs[0], run))
+            differing = differences(first, other, ("dataset", "problems"))
+            if differing:
+                raise UsageError(
+                    f"{runs[0].folder} and {run.folder} are runs of different settings ({differing}): give folders "
+                    "that differ in their dataset alone."
+                )
+        each = [self.points(run, summarize(run.records)) for run in runs]
+        places = standing.placed(standing.together(each))
+        if not any(point.own for point in places):
+            where = "all of the folders" if runs[1:] else "the folder"
+            raise UsageError(
+                f"--leaderboard: no policy at one budget is in {where}, with {FULL} beside it, of which bytes are "
+                f"shares: give finished runs of {FULL} and a policy."
+            )
+        looks = dict.fromkeys(chain.from_iterable(map(self._said_of_problems, runs)))
+        parts = _standing_parts(places, ", ".join(names))
+        parts += [f"{BY_BYTES} {self._said_of_machines(runs[0])}", *looks]
+        parts += [f"## All {len(places)}", standing.whole_table(places)]
+        return "\n\n".join(parts) + "\n"
 
     def _line(self, run: pooled.Run, full: pooled.Run | None, own: Sequence[Record]) -> Line:
         """A committed run beside one's own records, which are in order. full: the committed run of the full cache."""
@@ -224,20 +319,33 @@ class Leaderboard:
         )
 
     def write(self, folder: Path, run: Run, rows: Sequence[Row]) -> str:
-        """Write leaderboard.json and leaderboard.md → the Markdown. Arguments: as of `parts`.
+        """Write leaderboard.json and leaderboard.md → what a terminal shows: the same without the table of all
+        points, and what matters most at the end. Arguments: as of `parts`.
 
         Raises:
             MinithinkError: a file cannot be written, or a committed run lacks a number.
         """
         parts = self.parts(run, rows)
-        text = as_markdown(parts, self._said_of_machines(run))
-        content = {"pool": self.path.name, "parts": [asdict(part) for part in parts]}
+        places = standing.placed(self.points(run, rows))
+        look = self._said_of_problems(run)
+        if any(place.own for place in places):
+            own = [*_standing_parts(places, _dataset_of(run)), BY_BYTES]
+        else:
+            own = [f"Without {FULL} among --policies there are no shares of its bytes, and no front."]
+        first = "\n\n".join([*own, *look]) + "\n"
+        second = as_markdown(parts, self._said_of_machines(run))
+        rest = f"## All {len(places)} by right answers and bytes\n\n{standing.whole_table(places)}\n"
+        content = {
+            "pool": self.path.name,
+            "points": [asdict(place) for place in places],
+            "parts": [asdict(part) for part in parts],
+        }
         try:
             files.replace(folder / "leaderboard.json", dumps(rounded(content)) + "\n")
-            files.replace(folder / "leaderboard.md", text)
+            files.replace(folder / "leaderboard.md", "\n".join([first, second, rest]))
         except OSError as error:
             raise unwritable("The leaderboard", folder, error, "--output-dir") from None
-        return text
+        return f"{second}\n{first}All {len(places)} by right answers and bytes: {folder / 'leaderboard.md'}\n"
 
     def _said_of_machines(self, run: Run) -> str:
         """On what the committed runs and this one were made."""
@@ -251,6 +359,18 @@ class Leaderboard:
             "rounded differently a few texts go on differently, of the same policy, too."
         )
 
+    def _said_of_problems(self, run: Run) -> list[str]:
+        """A paragraph if the committed runs have more problems; else none."""
+        theirs = next((one.key for one in self.same_setting(run.settings)), run.settings)
+        if theirs["problems"] == run.settings["problems"]:
+            return []
+        return [
+            f"**A quick look**: only {counted(run.settings['limit'], 'problem')} of {theirs['limit']}. The committed "
+            "policies' right answers and differences are of these problems, their bytes, tokens and texts that were "
+            "cut off are of all. A share as a budget is of what the full cache generates for these problems, so the "
+            "budgets are only nearly equal. Before you conclude anything, run all problems."
+        ]
+
 
 def _without_budget(answers: Iterable[pooled.Run], mine: Mapping[str, Any]) -> list[pooled.Run]:
     """If budgets pay for padding, the runs that have none, such as the full cache: their keys do not name padding."""
@@ -258,6 +378,80 @@ def _without_budget(answers: Iterable[pooled.Run], mine: Mapping[str, Any]) -> l
         return []
     unpadded = {**mine, "padded_budget": None, "group": None}
     return [run for run in answers if run.key["budget"] is None and _setting_of(run.key) == unpadded]
+
+
+def _of_more_problems(answers: Iterable[pooled.Run], settings: Mapping[str, Any]) -> list[pooled.Run]:
+    """The runs of the same setting on more problems, with the answers to these problems alone. Those that do not say
+    which answers were right are left out."""
+    mine = {**_setting_of(settings), "problems": None}
+    found = []
+    for run in answers:
+        if run.right and {**_setting_of(run.key), "problems": None} == mine:
+            shared = _shared(run.key, settings)
+            if shared:
+                found.append(_cut(run, shared))
+    return found
+
+
+def _shared(key: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int]:
+    """Where a run's problems stand among those of a committed run with more problems, both in the order of ids; an
+    empty list if they are not among them. Only embedded families can be looked up."""
+    dataset = settings["dataset"]
+    split = settings.get("split")
+    limit = settings.get("limit")
+    more = key.get("limit")
+    if dataset not in families() or limit is None or (more is not None and more < limit):
+        return []
+    own, digits = _problems(dataset, split, limit)
+    theirs, their_digits = _problems(dataset, split, more)
+    if (digits, their_digits) != (settings["problems"], key["problems"]):
+        return []
+    places = {problem: place for place, problem in enumerate(theirs)}
+    return [places[problem] for problem in own]
+
+
+@cache
+def _problems(dataset: str, split: str | None, limit: int | None) -> tuple[list[str], str]:
+    """The sorted ids of a dataset's first problems, and the hash of these problems."""
+    examples = load_dataset(dataset, split, limit)
+    return sorted(example.id for example in examples), hash_of(examples)
+
+
+def _cut(run: pooled.Run, places: Iterable[int]) -> pooled.Run:
+    """A committed run with the answers to some of its problems alone. Its other figures stay those of all."""
+    samples = run.key["num_samples"]
+    right = "".join(run.right[place * samples : (place + 1) * samples] for place in places)
+    cut = replace(run, right=right)
+    share = fsum(cut.shares) / len(cut.shares)
+    low, high = bootstrap(cut.shares) or wilson(share, len(cut.shares))
+    return replace(cut, row={**run.row, "pass_at_1": share, "pass_at_1_low": low, "pass_at_1_high": high})
+
+
+def _most_telling(beside: Iterable[pooled.Run]) -> list[pooled.Run]:
+    """One run of each policy at each budget: whose answers were found to be equal again, or that says which were
+    right, or the newest."""
+    best = dict[tuple[str, Any], pooled.Run]()
+    for run in beside:
+        cell = run.cell[1:]
+        old = best.setdefault(cell, run)
+        best[cell] = max(old, run, key=lambda run: (not run.stale, bool(run.right), run.date))
+    return list(best.values())
+
+
+def _dataset_of(run: Run) -> str:
+    """The dataset of a run, as a title names it: of a file its last part."""
+    return escaped(Path(str(run.settings.get("dataset"))).name)
+
+
+def _has_oracle(policy: str) -> bool:
+    """Whether a policy of the pool, or a member of the stack, is told what a text will need."""
+    return any(member.partition(":")[0] in ORACLES for member in policy.split("+"))
+
+
+def _standing_parts(places: Sequence[Point], title: str) -> list[str]:
+    """The heading, the sentences about one's own points, and the table of the front."""
+    heading = f"## Right answers by bytes ({title})"
+    return [heading, *standing.said(places), standing.front_table(places)]
 
 
 def _setting_of(settings: Mapping[str, Any]) -> dict[str, Any]:

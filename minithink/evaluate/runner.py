@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,7 +23,7 @@ from minithink.engine import DTYPES, Engine, check_count, load
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
 from minithink.evaluate import plots, summary
 from minithink.evaluate import trace as tracing
-from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, load_dataset
+from minithink.evaluate.datasets import Example, add_fields_argument, check_graders, hash_of, load_dataset
 from minithink.evaluate.grading import CHOICES, Graded, grade
 from minithink.evaluate.job import Job
 from minithink.evaluate.journal import BYTES, RESUME, SOURCES, Journal, Key, Record, read, settings_of, text_hash
@@ -705,12 +703,6 @@ def finish(folder: Path, rows: list[Row]) -> None:
         _say(f"no plots: {error}")
     summary.show(rows, folder)
     _say(f"written to {folder}: {', '.join(path.name for path in paths)}")
-
-
-def hash_of(examples: Sequence[Example]) -> str:
-    """16 hexadecimal digits, a hash of all ids, questions, answers and graders."""
-    content = [[e.id, e.question, e.answer, e.grader] for e in examples]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 def _say(text: str) -> None:

@@ -6,6 +6,7 @@ To run it alone: pytest tests/evaluate/test_leaderboard.py
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
 from minithink.evaluate.__main__ import main
+from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.journal import INSTRUMENT, Record, Run, read
 from minithink.evaluate.leaderboard import Leaderboard, Line, Part, as_markdown
 from minithink.evaluate.paired import difference, holm, mcnemar
@@ -267,14 +269,139 @@ def test_a_policy_of_ones_own_is_put_beside_the_committed_ones(
         assert main(words) == 0
         out = capsys.readouterr().out
         assert main([*words, "--resume"]) == 0
+        capsys.readouterr()
+        again = ["summary", str(tmp_path / "out"), "--leaderboard", str(tmp_path / "results")]
+        assert main(again) == 0
+        assert "`mine.py:Mine` at 50 % is **on the front**" in capsys.readouterr().out
+        assert main([*again, "--at-bytes"]) == 2
+        assert "--leaderboard and --at-bytes are two comparisons: give one" in capsys.readouterr().err
     text = (tmp_path / "out" / "leaderboard.md").read_text()
-    assert text in out
-    assert "## `mine.py:Mine` at 50 % beside the committed policies" in text
-    [part] = json.loads((tmp_path / "out" / "leaderboard.json").read_text())["parts"]
+    first, second, whole = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    assert first.startswith("## Right answers by bytes (p.jsonl)\n\n`mine.py:Mine` at 50 % is **on the front**")
+    assert second.startswith("## `mine.py:Mine` at 50 % beside the committed policies\n")
+    assert whole.startswith("## All 4 by right answers and bytes\n")
+    assert second + first.strip() in out
+    assert out.endswith(f"All 4 by right answers and bytes: {tmp_path / 'out' / 'leaderboard.md'}\n")
+    content = json.loads((tmp_path / "out" / "leaderboard.json").read_text())
+    assert [point["policy"] for point in content["points"] if point["own"]] == ["mine.py:Mine"]
+    [part] = content["parts"]
     lines = {line["policy"]: line for line in part["lines"]}
     assert lines.keys() == {"full", "window", "random", "mine.py:Mine"}
     assert (lines["window"]["less"], lines["window"]["p"], lines["window"]["corrected"]) == (0, 1, 1)
     assert lines["window"]["of_full"] == pytest.approx(lines["mine.py:Mine"]["of_full"])
+
+
+def test_a_policy_gets_its_place_by_right_answers_and_bytes_among_all_budgets(board: Leaderboard) -> None:
+    """Those without a budget, too. Bytes are of the full cache's on the same machine."""
+    points = {(point.policy, point.budget): point for point in board.points(RUN, summarize(OWN))}
+    others = {("full", None), ("rkv", 0.25), ("window", 0.25), ("rkv", 0.5), ("kivi", None)}
+    assert points.keys() == {(MINE_TEXT, 0.25), *others}
+    own = points[MINE_TEXT, 0.25]
+    assert (own.own, own.right, own.of_full, own.samples) == (True, 0.75, 0.25, 4)
+    rkv = points["rkv", 0.25]
+    assert (rkv.own, rkv.right, rkv.of_full, rkv.samples) == (False, 0.25, 0.25, 4)
+    alone = [record for record in OWN if record.policy == MINE_TEXT]
+    assert {point.own for point in board.points(RUN, summarize(alone))} == {False}, "bytes of what?"
+    text = board.write(board.path.parent, RUN, summarize(alone))
+    assert "Without full among --policies there are no shares of its bytes, and no front." in text
+
+
+def test_an_oracle_is_no_point_of_the_front(tmp_path: Path) -> None:
+    oracle = committed(records_of("needs_oracle", 0.25, "1111", size=1), SETTINGS | {"split": "test"})
+    pool.add(tmp_path, [FULL, oracle, WINDOW])
+    board = Leaderboard(tmp_path)
+    assert "needs_oracle" not in {point.policy for point in board.points(RUN, summarize(OWN))}
+    assert "needs_oracle" in only(board.parts(RUN, summarize(OWN)))
+
+
+FIRST = load_dataset("facts", None, 4)  # the committed runs' problems, and fewer
+
+
+def of_problems(policy: str, budget: float | None, rights: str, size: int = 1000) -> list[Record]:
+    """Records of the first problems of `facts`."""
+    return [
+        record(policy=policy, budget=budget, id=example.id, right=right == "1", kv_bytes_peak=size, group="")
+        for example, right in zip(FIRST, rights, strict=False)
+    ]
+
+
+def of_limit(limit: int) -> dict[str, Any]:
+    return SETTINGS | {"limit": limit, "problems": hash_of(FIRST[:limit])}
+
+
+@pytest.fixture
+def quick_look(tmp_path: Path) -> tuple[Leaderboard, Run]:
+    """Committed runs on four problems, and one's own on two of them."""
+    split = {"split": "test"}
+    pool.add(
+        tmp_path,
+        [
+            committed(of_problems("full", None, "1101", size=4000), of_limit(4) | split),
+            committed(of_problems("window", 0.25, "0111"), of_limit(4) | split),
+            committed(of_problems("rkv", 0.25, "1111"), of_limit(4) | split, right=""),
+        ],
+    )
+    own = [*of_problems(MINE_TEXT, 0.25, "11", size=1200), *of_problems("full", None, "11", size=4800)]
+    return Leaderboard(tmp_path), Run(Path("x"), of_limit(2), [], own, [])
+
+
+def test_fewer_problems_are_a_quick_look_at_the_answers_to_these(quick_look: tuple[Leaderboard, Run]) -> None:
+    """A committed run that does not say which of its answers were right is left out."""
+    board, run = quick_look
+    board.check(run.settings, [Cell(Spec("window"), 0.25)])
+    lines = only(board.parts(run, summarize(run.records)))
+    assert lines.keys() == {MINE_TEXT, "full", "window"}
+    assert (lines["full"].right, lines["window"].right) == (1, 0.5)
+    assert lines["window"].less == 0.5
+    points = {point.policy: point for point in board.points(run, summarize(run.records))}
+    assert (points["window"].right, points["window"].samples) == (0.5, 2)
+    text = board.write(board.path.parent, run, summarize(run.records))
+    assert "**A quick look**: only 2 problems of 4." in text
+
+
+def test_a_quick_look_cuts_the_answers_in_the_order_of_ids(quick_look: tuple[Leaderboard, Run]) -> None:
+    """The order of the pool, which is another one than the dataset's."""
+    ids = [example.id for example in FIRST]
+    assert ids != sorted(ids)
+    board, run = quick_look
+    window = next(one for one in board.same_setting(run.settings) if one.key["policy"] == "window")
+    of_id = dict(zip(ids, "0111", strict=True))
+    assert window.right == "".join(of_id[id] for id in sorted(ids[:2]))
+
+
+@pytest.mark.parametrize("changed", [{"problems": "other"}, {"limit": None}, {"limit": 5, "problems": "other"}])
+def test_problems_that_the_committed_runs_lack_are_refused(
+    quick_look: tuple[Leaderboard, Run], changed: dict[str, Any]
+) -> None:
+    board, run = quick_look
+    with pytest.raises(UsageError, match="has no run of this setting"):
+        board.check({**run.settings, **changed}, [Cell(Spec("window"), 0.25)])
+
+
+def test_runs_of_several_datasets_are_placed_by_their_means(tmp_path: Path) -> None:
+    """Policies that some dataset lacks are left out. Wilson's interval is of all answers."""
+    runs = []
+    lines = []
+    for dataset, rights in {"a": "1110", "b": "0010"}.items():
+        settings = SETTINGS | {"dataset": dataset, "split": "test"}
+        lines.append(committed(records_of("full", None, "1111", size=4000), settings))
+        lines.append(committed(records_of("window", 0.25, rights), settings))
+        own = [*records_of(MINE_TEXT, 0.25, "1111", size=600), *records_of("full", None, "1111", size=4800)]
+        runs.append(Run(Path(dataset), settings, [], own, []))
+    lines.append(committed(records_of("rkv", 0.25, "1111"), SETTINGS | {"dataset": "a", "split": "test"}))
+    pool.add(tmp_path, lines)
+    text = Leaderboard(tmp_path).together(runs)
+    assert text.startswith("## Right answers by bytes (a, b)\n\n`mine.py:Mine` at 25 % is **on the front**")
+    assert "| `window` | 25 % | 50.0% (21.5% to 78.5%) | 25.0% | 50.0 |" in text
+    assert "rkv" not in text
+    with pytest.raises(UsageError, match="the folders are of a, a: give one folder for each dataset"):
+        Leaderboard(tmp_path).together([runs[0], runs[0]])
+    other = replace(runs[1], settings=runs[1].settings | {"seed": 1})
+    with pytest.raises(UsageError, match=r"different settings \(seed 0 and 1\): give folders that differ in their"):
+        Leaderboard(tmp_path).together([runs[0], other])
+    alone = replace(runs[0], records=[r for r in runs[0].records if r.policy == "full"])
+    with pytest.raises(UsageError, match="no policy at one budget is in the folder, with full beside it"):
+        Leaderboard(tmp_path).together([alone])
 
 
 def test_the_committed_pool_has_what_a_leaderboard_needs() -> None:

@@ -39,7 +39,7 @@ from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY, device_of
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
 from minithink.evaluate import counts, journal, plots, runner
-from minithink.evaluate.datasets import load_dataset
+from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.job import Job
 from minithink.evaluate.plan import Cell, Spec, budgets, plan
 from minithink.evaluate.summary import FULL, Row, budget_text, summarize
@@ -268,7 +268,7 @@ def settings_of(sweep: Sweep, family: str, folder: Path, args: argparse.Namespac
         "dataset": family,
         "split": sweep.split,
         "limit": limit,
-        "problems": runner.hash_of(load_dataset(family, sweep.split, limit)),
+        "problems": hash_of(load_dataset(family, sweep.split, limit)),
         "num_samples": sweep.samples,
         "recall": sweep.recall,
         "needed": sweep.needed,

@@ -1,0 +1,151 @@
+"""Where policies stand by right answers and bytes: which are on the front, and how far the others are below it.
+
+A point is a policy at a budget. It is on the *front* if no other point has as many right answers or more with as many
+bytes or fewer. Every other point says how many points less it has than the best one of at most its bytes. The table
+of docs/methods.md has the same columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from minithink.evaluate.intervals import wilson
+from minithink.evaluate.plots import pareto_front
+from minithink.evaluate.summary import Budget, budget_text, code
+from minithink.results.files import rounded
+
+MARK = "●"  # before points of the front
+CHANGED = " †"
+HEADING = ["policy", "budget", "right", "bytes of full", "below the front"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A policy at a budget. Shares are from 0 to 1."""
+
+    policy: str
+    budget: Budget
+    own: bool  # of one's own run, not of the pool
+    right: float
+    right_low: float
+    right_high: float
+    samples: int
+    of_full: float  # bytes at the peak, of the full cache's on the same machine
+    changed: bool = False  # the code has changed since
+    front: bool = False
+    below: float = 0.0  # the share of right answers that the best point of at most these bytes has more
+
+
+def placed(points: Iterable[Point]) -> list[Point]:
+    """The same points with `front` and `below`, those with the fewest bytes first."""
+    found = sorted(points, key=lambda point: (point.of_full, -point.right, point.policy))
+    on_front = set(pareto_front([(point.of_full, point.right) for point in found]))
+    out = []
+    best = 0.0
+    for i, point in enumerate(found):
+        best = max(best, point.right)
+        out.append(replace(point, front=i in on_front, below=best - point.right))
+    return out
+
+
+def together(datasets: Sequence[Sequence[Point]]) -> list[Point]:
+    """The points that all datasets have: means over them, with Wilson's interval of all answers together. Of a single
+    dataset, its points."""
+    if len(datasets) == 1:
+        return list(datasets[0])
+    by_cell = dict[tuple[object, ...], list[Point]]()
+    for points in datasets:
+        for point in points:
+            by_cell.setdefault((point.own, point.policy, rounded(point.budget)), []).append(point)
+    out = []
+    for own in by_cell.values():
+        if len(own) < len(datasets):
+            continue
+        right = fmean(point.right for point in own)
+        samples = sum(point.samples for point in own)
+        low, high = wilson(right, samples)
+        out.append(
+            Point(
+                policy=own[0].policy,
+                budget=own[0].budget,
+                own=own[0].own,
+                right=right,
+                right_low=low,
+                right_high=high,
+                samples=samples,
+                of_full=fmean(point.of_full for point in own),
+                changed=any(point.changed for point in own),
+            )
+        )
+    return out
+
+
+def said(points: Sequence[Point]) -> list[str]:
+    """A sentence about each of one's own points. points: as `placed` gives them."""
+    nearest = sorted(points, key=lambda point: (point.below, not point.front))
+    sentences = []
+    for point in points:
+        if not point.own:
+            continue
+        figures = f"{point.right:.1%} right with {point.of_full:.1%} of the full cache's bytes"
+        if point.front:
+            why = ", because nothing else has so few bytes" if point.of_full == points[0].of_full else ""
+            sentences.append(f"{_named(point)} is **on the front**{why}: {figures}.{_displaced(points, point)}")
+            continue
+        best = _best_within(points, point)
+        sentences.append(
+            f"{_named(point)} is **{100 * point.below:.1f} points below the front**: {figures}. {_named(best)} has "
+            f"{best.right:.1%} with {best.of_full:.1%}. By this distance it is number {nearest.index(point) + 1} of "
+            f"{len(points)}."
+        )
+    return sentences
+
+
+def _best_within(points: Iterable[Point], point: Point) -> Point:
+    """The point of at most these bytes with the most right answers; among equals, the one with the fewest bytes."""
+    within = [other for other in points if other.of_full <= point.of_full]
+    return max(within, key=lambda other: (other.right, -other.of_full))
+
+
+def _displaced(points: Sequence[Point], point: Point) -> str:
+    """A sentence that names the points that would be on the front without this one; "": there are none."""
+    others = [other for other in points if other is not point]
+    without = {(other.own, other.policy, other.budget) for other in placed(others) if other.front}
+    gone = [other for other in others if not other.front and (other.own, other.policy, other.budget) in without]
+    if not gone:
+        return ""
+    return f" It takes {', '.join(map(_named, gone))} off it."
+
+
+def _named(point: Point) -> str:
+    """A policy and its budget."""
+    return code(point.policy) + ("" if point.budget is None else f" at {budget_text(point.budget)}")
+
+
+def front_table(points: Sequence[Point]) -> str:
+    """The front and one's own points, those with the fewest bytes first. points: as `placed` gives them."""
+    return _table([point for point in points if point.front or point.own])
+
+
+def whole_table(points: Sequence[Point]) -> str:
+    """All points: the front by bytes, then the others, those nearest to it first."""
+    return _table(sorted(points, key=lambda point: (not point.front, 0.0 if point.front else point.below)))
+
+
+def _table(points: Iterable[Point]) -> str:
+    lines = [HEADING, ["---", *["---:"] * 4]]
+    for point in points:
+        name = f"**{code(point.policy)}**" if point.own else code(point.policy)
+        mark = f"{MARK} " if point.front else ""
+        lines.append(
+            [
+                f"{mark}{name}{CHANGED if point.changed else ''}",
+                budget_text(point.budget),
+                f"{point.right:.1%} ({point.right_low:.1%} to {point.right_high:.1%})",
+                f"{point.of_full:.1%}",
+                f"{100 * point.below:.1f}",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
