@@ -454,6 +454,11 @@ def said_below(result: Result) -> list[str]:
         "Held: tokens of a lane at an average step. Bytes: by the ledger, with the policy's state and its "
         "observations, the mean of peaks. Loss: of real text, nats a token above the full cache's.",
     ]
+    if all(row["needed_kept"] is None for row in result["measurements"]):
+        parts.append(
+            "No column says how much of what the statements of a text need is kept: no run here measured it "
+            "(`bench sweep --needed` does)."
+        )
     if result["own_steps"]["said"]:
         parts.append(result["own_steps"]["said"])
     if steps["said"]:

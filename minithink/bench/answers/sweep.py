@@ -132,6 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="delete the folder of a run when the pool has it: what is left in --runs is all that the next machine "
         "needs to go on",
     )
+    add(
+        "--needed",
+        action="store_true",
+        help="also measure how much of what the statements of a text need is kept: runs without it are made again",
+    )
     add("--recheck", action="store_true", help="generate the first sequences again where kernels have changed")
     add("--join", type=location, nargs="+", default=[], metavar="FILE", help="also take the runs of other pools")
     pool.add_results_argument(parser)
@@ -214,6 +219,8 @@ Wanted = dict[str, Any]  # a key without the machine's parts
 
 def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Wanted]:
     """The keys of a comparison, by family, then by policy and budget. args: None: as the documents show it."""
+    if args is not None and args.needed:
+        sweep = replace(sweep, needed=True)
     names = datasets_of(sweep, args)
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
     elsewhere = sweep.checkpoint and (args is None or args.plot_only)

@@ -269,6 +269,9 @@ def test_a_row_has_all_that_the_pool_knows(tmp_path: Path) -> None:
     assert f"{line_of(lines, FORMAT, '–')}".split(" | ")[4].endswith(", from `full`")
     plain = lines_of(result_of(runs_of(), tmp_path))
     assert "needs kept" not in plain[0]
+    missing = "No column says how much of what the statements of a text need is kept"
+    assert missing in "\n".join(plain)
+    assert missing not in "\n".join(lines)
     assert plain[2].endswith(" | 5.0% | 50.0% | – | – |")
 
 

@@ -49,6 +49,23 @@ def test_the_recall_of_the_full_cache_is_not_measured() -> None:
     assert not any(key["recall"] for key in sweep.wanted_of(sweep.SWEEPS["snapkv"])), "only where it is asked for"
 
 
+def test_needs_can_be_measured_in_any_comparison() -> None:
+    """Runs that know less do not serve then; runs that know more serve the documents' keys."""
+    one = sweep.SWEEPS["snapkv"]
+    args = argparse.Namespace(
+        model="tiny", families=["facts"], limit=None, max_new_tokens=None, plot_only=False, budgets=None, needed=True
+    )
+    [key, *_] = sweep.wanted_of(one)
+    [with_needs, *_] = sweep.wanted_of(one, args)
+    assert with_needs == {**key, "needed": True}
+    where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
+    about: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
+    source = pool.source_of("full", "reference")
+    poor, rich = (pool.Run(own | where, source, {}, [], [1, 1], **about) for own in (key, with_needs))
+    assert not pool.serves(poor, with_needs)
+    assert pool.serves(rich, key)
+
+
 @pytest.mark.parametrize("name", ["recall", "card"])
 def test_the_length_of_the_full_cache_is_known_from_a_run_that_measured_less(tmp_path: Path, name: str) -> None:
     """So no other cell runs the full cache again; a run of another family does not serve."""
@@ -547,6 +564,7 @@ def test_another_model_runs_what_it_is_calibrated_for(
     assert "0 of 4 runs are in" in said, "full and three budgets of window"
     args = argparse.Namespace(model=str(model), families=["facts"], limit=1, max_new_tokens=None, plot_only=False)
     args.budgets = None
+    args.needed = False
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     made: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
     runs = list[pool.Run]()
