@@ -205,12 +205,13 @@ def steps_of(one: Transfer, where: Path) -> dict[str, Any]:
 
 def own_steps_of(one: Transfer, model: str, weights: str, where: Path) -> dict[str, Any]:
     """The step times of `bench model-steps` on the model with these weights: milliseconds by policy and budget, and
-    `said`, what they are in words. Without a file of this model there are none."""
+    `said`, what they are in words, or that a file of this model is missing."""
     found: dict[str, Any] = {"milliseconds": {}, "said": ""}
     if model not in one.model_steps:
         return found
     path = where / f"{one.model_steps[model]}.json"
     if not path.is_file():
+        found["said"] = "No step of this model was timed (`bench model-steps` does)."
         return found
     result = record.read(path)
     if result["settings"]["weights"] != weights:

@@ -315,6 +315,10 @@ def test_steps_of_the_model_itself_are_shown_at_their_budget(tmp_path: Path) -> 
     lines = lines_of(result_of(runs_of(), tmp_path))
     assert lines[0].endswith(" | loss | 8B step |")
     assert "Steps in backbone-steps.json are of other weights, and are not shown." in "\n".join(lines)
+    path.unlink()
+    lines = lines_of(result_of(runs_of(), tmp_path))
+    assert lines[0].endswith(" | loss | 8B step |")
+    assert "No step of this model was timed" in "\n".join(lines)
 
 
 # Sentences ---------------------------------------------------------------------------------------------------------
