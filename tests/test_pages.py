@@ -22,6 +22,8 @@ PAGES = [
     ROOT / "kernels" / "README.md",
     ROOT / "tutorials" / "README.md",
 ]
+# Of the cards of models and of the changelog, only the links are checked.
+LINKING = [*PAGES, *sorted((ROOT / "minithink" / "assets").glob("*/README.md")), ROOT / "CHANGELOG.md"]
 METHODS = ("thinkv", "crystal_kv", "skipkv", "dynts")
 FIRST_SCREEN = 40  # lines
 NAMED = re.compile(r"\[`(test_\w+)`\]\((\S+?\.py)\)")  # [`test_of_something`](../tests/test_file.py)
@@ -128,7 +130,8 @@ def test_policies_without_right_answers_are_named() -> None:
 
 def test_links_lead_to_files_and_headings() -> None:
     """Those to other sites are not followed."""
-    for page in PAGES:
+    assert len(LINKING) > len(PAGES) + 3
+    for page in LINKING:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         text = re.sub(r"`[^`]*`", "", text)  # `kernel[grid](x)` is no link
         for target in re.findall(r"\]\(([^)\s]+)\)", text):
