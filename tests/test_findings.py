@@ -1,4 +1,4 @@
-"""The ten findings of docs/methods.md say what its tables and those of docs/transfer.md show.
+"""The ten findings of docs/methods.md, and the backbone's columns of the pages of methods, say what tables show.
 
 Alone: pytest tests/test_findings.py
 """
@@ -150,3 +150,19 @@ def test_a_finding_says_what_the_tables_show(number: int) -> None:
 
 def test_there_are_ten_findings() -> None:
     assert len(findings()) == len(said()) == 10
+
+
+@pytest.mark.parametrize("name", ["thinkv", "crystal_kv", "skipkv", "dynts"])
+def test_three_numbers_in_the_column_on_the_backbone_are_those_of_a_policy(name: str) -> None:
+    """Right answers at 12.5, 25 and 50 %, in the table of what to set. A run that is made anew changes them."""
+    at_budget = dict[str, dict[str, str]]()
+    for row in table("methods.md", "transfer-methods"):
+        at_budget.setdefault(row["policy"].strip("●† "), {})[row["budget"]] = share(row["right"])
+    known = {tuple(own.get(budget) for budget in (EIGHTH, QUARTER, HALF)) for own in at_budget.values()}
+    page = (DOCS / f"{name}.md").read_text("utf-8")
+    section = page.partition("\n## What to set\n")[2].partition("\n\n```")[0]
+    cells = [line.strip("|").split(" | ")[-1] for line in section.splitlines() if line.startswith("|")]
+    said = re.findall(r"(\d+\.\d), (\d+\.\d) and (\d+\.\d) %", "\n".join(cells))
+    assert len(said) >= 2
+    for numbers in said:
+        assert numbers in known, numbers
