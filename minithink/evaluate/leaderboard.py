@@ -347,6 +347,19 @@ class Leaderboard:
             raise unwritable("The leaderboard", folder, error, "--output-dir") from None
         return f"{second}\n{first}All {len(places)} by right answers and bytes: {folder / 'leaderboard.md'}\n"
 
+    def draw(self, folder: Path, run: Run, rows: Sequence[Row]) -> Path | None:
+        """Draw leaderboard.svg → where it is; None: no policy of the run can be placed. Arguments: as of `parts`.
+
+        Raises:
+            MinithinkError: matplotlib is missing, the file cannot be written, or a committed run lacks a number.
+        """
+        places = standing.placed(self.points(run, rows))
+        if not any(place.own for place in places):
+            return None
+        path = folder / "leaderboard.svg"
+        standing.draw(places, path, f"{_dataset_of(run)}: right answers by bytes, beside the committed policies")
+        return path
+
     def _said_of_machines(self, run: Run) -> str:
         """On what the committed runs and this one were made."""
         kinds = dict.fromkeys(

@@ -220,7 +220,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         if not ranks.rank:
             finish(args.output_dir, rows)
         if board is not None and not ranks.rank:
-            print(board.write(args.output_dir, read(args.output_dir), rows), end="")
+            show_places(board, args.output_dir, rows)
     return 0
 
 
@@ -703,6 +703,19 @@ def finish(folder: Path, rows: list[Row]) -> None:
         _say(f"no plots: {error}")
     summary.show(rows, folder)
     _say(f"written to {folder}: {', '.join(path.name for path in paths)}")
+
+
+def show_places(board: Leaderboard, folder: Path, rows: list[Row]) -> None:
+    """Write and print the leaderboard of a finished run, and draw it."""
+    finished = read(folder)
+    print(board.write(folder, finished, rows), end="", flush=True)
+    try:
+        path = board.draw(folder, finished, rows)
+    except MinithinkError as error:
+        _say(f"no picture of the leaderboard: {error}")
+        return
+    if path is not None:
+        _say(f"drawn to {path}")
 
 
 def _say(text: str) -> None:

@@ -7,17 +7,22 @@ of docs/methods.md has the same columns.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 
+from minithink.evaluate import plots
 from minithink.evaluate.intervals import wilson
-from minithink.evaluate.plots import pareto_front
 from minithink.evaluate.summary import Budget, budget_text, code
+from minithink.results.figures import write_svg
 from minithink.results.files import rounded
 
 MARK = "●"  # before points of the front
 CHANGED = " †"
+OWN = "#D55E00"  # the colour of one's own points
+OTHERS = "#888888"
 HEADING = ["policy", "budget", "right", "bytes of full", "below the front"]
 
 
@@ -41,7 +46,7 @@ class Point:
 def placed(points: Iterable[Point]) -> list[Point]:
     """The same points with `front` and `below`, those with the fewest bytes first."""
     found = sorted(points, key=lambda point: (point.of_full, -point.right, point.policy))
-    on_front = set(pareto_front([(point.of_full, point.right) for point in found]))
+    on_front = set(plots.pareto_front([(point.of_full, point.right) for point in found]))
     out = []
     best = 0.0
     for i, point in enumerate(found):
@@ -149,3 +154,55 @@ def _table(points: Iterable[Point]) -> str:
             ]
         )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def draw(points: Sequence[Point], path: Path, title: str) -> None:
+    """Right answers by bytes: the committed points, the front as steps, and one's own points with their names.
+
+    Args:
+        points: as `placed` gives them.
+        path: of the SVG file.
+        title: stands above the picture.
+
+    Raises:
+        MinithinkError: matplotlib is missing, or the file cannot be written.
+    """
+    with plots.own_settings():
+        own = [point for point in points if point.own]
+        figure, axis = plots.figure_of([point.policy for point in own])
+        others = [point for point in points if not point.own]
+        axis.plot(
+            [100 * point.of_full for point in others],
+            [100 * point.right for point in others],
+            color=OTHERS,
+            label="committed policies",
+            linestyle="none",
+            marker=".",
+        )
+        front = [point for point in points if point.front]
+        axis.plot(
+            [100 * point.of_full for point in front],
+            [100 * point.right for point in front],
+            color="black",
+            drawstyle="steps-post",
+            label="the front",
+            linewidth=0.8,
+        )
+        for point, marker in zip(own, itertools.cycle(plots.MARKERS), strict=False):
+            name = point.policy if point.budget is None else f"{point.policy} at {budget_text(point.budget)}"
+            axis.plot(
+                100 * point.of_full,
+                100 * point.right,
+                color=OWN,
+                label=plots.label_of(name),
+                linestyle="none",
+                marker=marker,
+                markersize=8,
+            )
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel("bytes, % of the full cache's")
+        axis.set_ylabel("right answers, %")
+        axis.set_title(title, loc="left", fontsize=10)
+        plots.add_legend(figure)
+        write_svg(figure, path, "--output-dir")

@@ -267,7 +267,8 @@ def test_a_policy_of_ones_own_is_put_beside_the_committed_ones(
         assert not (tmp_path / "few").exists(), "before anything is generated"
         words = options(model, problems, tmp_path / "out", policies="mine.py:Mine", limit=6, **given)
         assert main(words) == 0
-        out = capsys.readouterr().out
+        out, said = capsys.readouterr()
+        assert f"drawn to {tmp_path / 'out' / 'leaderboard.svg'}" in said or "no picture of the leaderboard: " in said
         assert main([*words, "--resume"]) == 0
         capsys.readouterr()
         again = ["summary", str(tmp_path / "out"), "--leaderboard", str(tmp_path / "results")]
@@ -304,6 +305,17 @@ def test_a_policy_gets_its_place_by_right_answers_and_bytes_among_all_budgets(bo
     assert {point.own for point in board.points(RUN, summarize(alone))} == {False}, "bytes of what?"
     text = board.write(board.path.parent, RUN, summarize(alone))
     assert "Without full among --policies there are no shares of its bytes, and no front." in text
+
+
+def test_the_picture_names_ones_own_policy(board: Leaderboard, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = board.draw(tmp_path, RUN, summarize(OWN))
+    assert path == tmp_path / "leaderboard.svg"
+    text = path.read_text()
+    for part in ("mine.py:Mine at 25 %", "facts: right answers by bytes", "the front", "committed policies"):
+        assert f">{part}" in text, part
+    alone = [record for record in OWN if record.policy == MINE_TEXT]
+    assert board.draw(tmp_path, RUN, summarize(alone)) is None, "bytes of what?"
 
 
 def test_an_oracle_is_no_point_of_the_front(tmp_path: Path) -> None:
