@@ -27,6 +27,7 @@ from minithink.evaluate.intervals import bootstrap, wilson
 from minithink.evaluate.journal import FULL, Record, Run, differences
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import Cell
+from minithink.evaluate.plots import unfinished
 from minithink.evaluate.standing import Point
 from minithink.evaluate.summary import Budget, Row, budget_text, code, points, summarize
 from minithink.policies.dynts_oracles import AnswerOracle, HindsightOracle, NeedsOracle
@@ -258,9 +259,12 @@ class Leaderboard:
         """Where the policies of finished runs stand, in Markdown: by means over the runs, which have a dataset each.
 
         Raises:
-            UsageError: a run has nothing committed beside it, two are of one dataset, or no policy can be placed.
+            UsageError: a run is unfinished or has nothing committed beside it, two are of one dataset or of different
+                settings, or no policy can be placed.
             MinithinkError: a committed run lacks a number.
         """
+        for note in filter(None, map(unfinished, runs)):
+            raise UsageError(f"--leaderboard takes finished runs. {note}: give its command with --resume first.")
         names = [_dataset_of(run) for run in runs]
         if len(set(names)) < len(names):
             raise UsageError(
@@ -413,7 +417,8 @@ def _shared(key: Mapping[str, Any], settings: Mapping[str, Any]) -> list[int]:
     split = settings.get("split")
     limit = settings.get("limit")
     more = key.get("limit")
-    if dataset not in families() or limit is None or (more is not None and more < limit):
+    family, _, _ = dataset.partition(":")  # as in "search:0", `search` with little redundancy
+    if family not in families() or limit is None or (more is not None and more < limit):
         return []
     own, digits = _problems(dataset, split, limit)
     theirs, their_digits = _problems(dataset, split, more)

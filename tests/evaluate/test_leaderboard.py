@@ -411,6 +411,11 @@ def test_runs_of_several_datasets_are_placed_by_their_means(tmp_path: Path) -> N
     other = replace(runs[1], settings=runs[1].settings | {"seed": 1})
     with pytest.raises(UsageError, match=r"different settings \(seed 0 and 1\): give folders that differ in their"):
         Leaderboard(tmp_path).together([runs[0], other])
+    begun = replace(runs[0], runs=[{"sequences_total": 9}])
+    with pytest.raises(
+        UsageError, match=r"takes finished runs. a: 8 of 9 sequences; .*: give its command with --res"
+    ):
+        Leaderboard(tmp_path).together([begun])
     alone = replace(runs[0], records=[r for r in runs[0].records if r.policy == "full"])
     with pytest.raises(UsageError, match="no policy at one budget is in the folder, with full beside it"):
         Leaderboard(tmp_path).together([alone])
