@@ -239,7 +239,7 @@ class Leaderboard:
         for one in _most_telling(beside):
             if their_full is None or _has_oracle(one.key["policy"]):
                 continue
-            pooled.need(one, NEEDED, self.path)
+            pooled.need(one, (*NEEDED, "samples"), self.path)
             found.append(
                 Point(
                     policy=one.key["policy"],
@@ -248,7 +248,7 @@ class Leaderboard:
                     right=one.row["pass_at_1"],
                     right_low=one.row["pass_at_1_low"],
                     right_high=one.row["pass_at_1_high"],
-                    samples=len(one.shares) * one.key["num_samples"],
+                    samples=len(one.right) or one.row["samples"],
                     of_full=one.row["kv_bytes_peak"] / their_full.row["kv_bytes_peak"],
                     changed=one.state == "stale",
                 )

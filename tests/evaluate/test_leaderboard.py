@@ -398,6 +398,7 @@ def test_runs_of_several_datasets_are_placed_by_their_means(tmp_path: Path) -> N
         settings = SETTINGS | {"dataset": dataset, "split": "test"}
         lines.append(committed(records_of("full", None, "1111", size=4000), settings))
         lines.append(committed(records_of("window", 0.25, rights), settings))
+        lines.append(committed(records_of("random", 0.25, "1000"), settings, right=""))
         own = [*records_of(MINE_TEXT, 0.25, "1111", size=600), *records_of("full", None, "1111", size=4800)]
         runs.append(Run(Path(dataset), settings, [], own, []))
     lines.append(committed(records_of("rkv", 0.25, "1111"), SETTINGS | {"dataset": "a", "split": "test"}))
@@ -405,6 +406,7 @@ def test_runs_of_several_datasets_are_placed_by_their_means(tmp_path: Path) -> N
     text = Leaderboard(tmp_path).together(runs)
     assert text.startswith("## Right answers by bytes (a, b)\n\n`mine.py:Mine` at 25 % is **on the front**")
     assert "| `window` | 25 % | 50.0% (21.5% to 78.5%) | 25.0% | 50.0 |" in text
+    assert "| `random` | 25 % | 25.0% (7.1% to 59.1%) |" in text, "it only lacks which answers were right"
     assert "rkv" not in text
     with pytest.raises(UsageError, match="the folders are of a, a: give one folder for each dataset"):
         Leaderboard(tmp_path).together([runs[0], runs[0]])
