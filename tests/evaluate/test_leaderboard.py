@@ -18,6 +18,7 @@ from minithink.bench.answers.sweep import digit_of
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
+from minithink.evaluate import standing
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.journal import INSTRUMENT, Record, Run, read
@@ -434,3 +435,26 @@ def test_the_committed_pool_has_what_a_leaderboard_needs() -> None:
     keys = [run.key for run in answers if run.key["checkpoint"] == own]
     key = next(key for key in keys if key["dataset"] == "facts" and key["split"] == "test")
     board.check(key, [Cell(Spec("window"), 0.25)])
+
+
+def test_the_table_of_all_policies_is_made_again() -> None:
+    """Every row of docs/methods.md, on the three families together: right answers, interval and bytes."""
+    docs = Path(__file__).parents[2] / "docs"
+    board = Leaderboard(docs / "results")
+    page = (docs / "methods.md").read_text("utf-8")
+    weights = re.search(r"weights `(\w+)`", page)
+    assert weights
+    each = []
+    for dataset in ("facts", "ledger", "search"):
+        keys = [run.key for run in board.runs if (run.key["checkpoint"], run.key["dataset"]) == (weights[1], dataset)]
+        key = next(key for key in keys if key.get("split") == "test" and key["policy"] == "full")
+        each.append(board.points(Run(Path("x"), key, [], [], []), []))
+    made = set()
+    for row in standing.whole_table(standing.together(each)).splitlines():
+        name, budget, right, of_full, _ = row.strip("|").split(" | ")
+        made.add((name.strip("●† "), budget, right, of_full))
+    table = page.partition("<!-- table:transfer-methods -->\n")[2].partition("<!-- end -->")[0]
+    rows = [row.strip("|").split(" | ") for row in table.splitlines() if "`" in row and row.startswith("|")]
+    assert len(rows) > 100
+    for name, budget, right, _, _, _, _, of_full, *_ in rows:
+        assert (name.strip("●† "), budget, right.replace("**", ""), of_full) in made, name
