@@ -51,8 +51,11 @@ def test_claims_about_the_cache_name_their_tests() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_page_of_a_method_begins_with_its_finding_model_and_picture(name: str) -> None:
     """All of it on the first screen, and so is no table."""
-    assert "](embedded-model.md)" in " ".join(first_screen(name).split())
+    first = first_screen(name)
+    assert "](embedded-model.md)" in " ".join(first.split())
     check_finding_and_picture(name)
+    findings = [found.start() for found in re.finditer(r"^\* \*\*", first, re.MULTILINE)]
+    assert findings[0] < first.index("\n![") < findings[1], "the picture of the first finding, then the others"
 
 
 def test_the_embedded_models_card_begins_with_its_findings_and_a_picture() -> None:
