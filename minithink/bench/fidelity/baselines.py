@@ -68,7 +68,8 @@ OF_PAPERS = (
         ),
         shown=(ALL,),
         authors="Stamps of each query head; the page that grows is held beside the budget; a new page has no "
-        "stamp until it matters; the prompt is not protected; attention reads only some of the pages.",
+        "stamp until it matters; the prompt is not protected; attention reads only some of the pages. Which of its "
+        "commits was read was not noted.",
         here="By default the paper's form, as others describe it. `form=official` has the code's rules, but for "
         "query heads that share a KV head, and for what attention reads. It has fewer right answers in all "
         "families, at the one budget that was tried.",
@@ -254,17 +255,18 @@ OTHERS = (
         here="It pools over neighbours in the text.",
     ),
     Item(
-        of="KeyDiff (`keydiff`), its paper and NVIDIA/kvpress: keys that differ from the mean key",
+        of="KeyDiff (`keydiff`), its paper and NVIDIA/kvpress@08a43bf: keys that differ from the mean key",
         verdict="agrees",
         code=("policies.keydiff:KeyDiff",),
         tests=("policies/test_keydiff.py:test_worked_example",),
         shown=(KEYS, PRETRAINED),
-        authors="Of kvpress: a prompt is compressed, or 512 generated tokens at once. Not compared on tensors.",
+        authors="Of kvpress: a prompt is compressed, or, in a later version (0dc3358), 512 generated tokens at once. "
+        "Not compared on tensors.",
         here="One token goes in every step, unless `schedule` says otherwise. At a quarter of the tokens 24.3 % are "
         "right on a pretrained model, 68.8 % on the embedded one.",
     ),
     Item(
-        of="Knorm (`knorm`), alessiodevoto/l2compress and NVIDIA/kvpress: short keys",
+        of="Knorm (`knorm`), alessiodevoto/l2compress@6d84d6e and NVIDIA/kvpress@08a43bf: short keys",
         verdict="agrees",
         code=("policies.knorm:Knorm",),
         tests=("policies/test_knorm.py:test_worked_example",),
