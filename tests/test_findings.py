@@ -148,6 +148,12 @@ def test_a_finding_says_what_the_tables_show(number: int) -> None:
     assert set(re.findall(r"\d+\.\d\b", without_code)) <= looked_up
 
 
+def test_a_finding_is_one_sentence() -> None:
+    for finding in findings():
+        assert finding.endswith("."), finding
+        assert not re.search(r"[.?!] ", finding), finding
+
+
 def test_there_are_ten_findings() -> None:
     assert len(findings()) == len(said()) == 10
 
