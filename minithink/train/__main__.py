@@ -46,8 +46,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.utils.data import DataLoader
 
 from minithink.backend import device_of
+from minithink.checkpoint.adapter import WEIGHTS as ADAPTER
 from minithink.checkpoint.gguf_file import is_gguf
-from minithink.checkpoint.weights import checkpoint_hash, load_decoder, save_checkpoint
+from minithink.checkpoint.weights import SINGLE, checkpoint_hash, load_decoder, save_checkpoint
 from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted, reason, unwritable
@@ -414,6 +415,10 @@ def train(
         progress = stored
     elif (folder / "progress.safetensors").exists():
         raise UsageError(f"{folder} holds an interrupted run; give --resume, or another --output.")
+    else:
+        for name in (SINGLE, ADAPTER):
+            if (folder / name).exists():
+                raise UsageError(f"{folder} holds {name} of an earlier run; give another --output.")
     compile_model = cuda if compile_model is None else compile_model
     loss_of_batch = Loss(Rope(config, team.device), recipe.evict_spared, compile_model)
 
@@ -681,7 +686,7 @@ def _main(argv: list[str] | None) -> int:
         return 0
 
     with tempfile.TemporaryDirectory(prefix="minithink-") as temporary:
-        interrupted = f"interrupted; go on with --resume --output {args.output}"
+        interrupted = "interrupted; give the same command with --resume to go on"
         return exit_code("minithink.train", lambda: run(Path(temporary)), interrupted)
 
 

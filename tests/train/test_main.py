@@ -110,6 +110,26 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkey
     assert not (parts / "progress.safetensors").exists()
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
+def test_the_weights_of_an_earlier_run_are_not_overwritten(tmp_path, config, name):
+    (tmp_path / name).write_text("hours of training")
+    with pytest.raises(train.UsageError, match=rf"holds {name} of an earlier run; give another --output\."):
+        run(tmp_path, config, RECIPE)
+    assert (tmp_path / name).read_text() == "hours of training"
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, capsys, monkeypatch):
+    """`--resume` with other options is refused, so the sentence names the whole command."""
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", interrupted)
+    assert train.main(["--output", str(tmp_path / "out"), "--layers", "1"]) == 130
+    said = "minithink.train: interrupted; give the same command with --resume to go on"
+    assert capsys.readouterr().err.strip() == said
+
+
 def test_progress_of_another_version_is_refused(tmp_path, config):
     decoder = Decoder(config)
     train.save_progress(tmp_path, decoder, [], {"step": 1})
