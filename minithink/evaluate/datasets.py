@@ -336,6 +336,12 @@ class _Row:
         there = listed([quoted(name) for name in self.fields], 8)
         if len(names) == 1:
             return self.error(f"has nothing in its field {quoted(names[0])}, which --fields names; it has {there}")
+        empty = [name for name in names if self.key(name) is not None]
+        if empty:
+            return self.error(
+                f"has no {names[0]}, because its field {quoted(empty[0])} is empty: fill it in, or leave the "
+                f"{self.unit} out"
+            )
         return self.error(
             f"has no {names[0]} (no field {', '.join(names[:-1])} or {names[-1]}; it has {there}): name the field, "
             f"as in --fields {names[0]}=FIELD"
