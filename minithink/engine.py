@@ -47,7 +47,7 @@ from minithink.sequence import Chunk, Loss, Result, Track
 from minithink.stream import Stream, prompts_at_once
 from minithink.text.chat import GIVEN, start_child, unread_variables
 from minithink.text.tags import tags_of
-from minithink.text.tokenizer import Tokenizer
+from minithink.text.tokenizer import PLAIN, Tokenizer
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -607,6 +607,8 @@ class Engine:
         Raises:
             UsageError: the prompt is empty, holds no valid id or text, or `system` cannot be used.
         """
+        if not isinstance(prompt, Sequence):
+            raise UsageError(f"The prompt is {quoted(prompt)}: give a text, or a list of token ids.")
         if len(prompt) == 0 or (isinstance(prompt, str) and not prompt.strip()):
             raise UsageError("The prompt is empty: give at least one word.")
         has_template = self.tokenizer.chat_template is not None
@@ -629,7 +631,9 @@ class Engine:
             _refuse_surrogates(message["content"])
         ids = self.tokenizer.encode(self.tokenizer.apply_chat_template(messages, **self.template))
         if not ids:
-            raise MinithinkError("The chat template makes an empty prompt of the messages: pass --no-chat.")
+            raise MinithinkError(
+                f"The chat template makes an empty prompt of the messages: correct the template, or {PLAIN}."
+            )
         return self._known(ids)
 
     def _checked(self, prompt: Sequence[int]) -> list[int]:
@@ -877,6 +881,8 @@ def _refuse_without_policy(budget: int | str | None, schedule: str | None) -> No
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if prompts is not None and not isinstance(prompts, Sequence):
+        raise UsageError(f"The prompts are {quoted(prompts)}: give texts, or lists of token ids.")
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     if not prompts:

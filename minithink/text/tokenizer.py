@@ -36,6 +36,8 @@ from minithink.text.tags import THINK
 if TYPE_CHECKING:
     import tiktoken
 
+# What to do without a usable chat template. Commands other than `generate` send plain text if there is none at all.
+PLAIN = "send plain text (in Python with chat=False, on the command line with minithink.generate --no-chat)"
 CACHED_WORDS = 2**16  # words whose ids are remembered
 LONGEST_CACHED = 256  # characters of such a word
 
@@ -231,14 +233,15 @@ class Tokenizer:
             MinithinkError: there is no template, or it is malformed or fails.
         """
         if self.chat_template is None:
-            raise MinithinkError(f"{self._file.parent} has no chat template: pass --no-chat to send plain text.")
+            raise MinithinkError(f"{self._file.parent} has no chat template: {PLAIN}.")
         variables = {"tools": None, "documents": None, **self._added.named, **variables}
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return render(self.chat_template, variables)
         except TemplateFailed as error:
             raise MinithinkError(
-                f"the chat template of {self._file.parent} failed ({error}): change the messages or pass --no-chat."
+                f"the chat template of {self._file.parent} failed ({error}): change the messages, correct the "
+                f"template, or {PLAIN}."
             ) from error
 
 

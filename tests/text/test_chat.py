@@ -341,7 +341,7 @@ def test_a_huge_template_in_a_config_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["", "{% if false %}a{% endif %}"])
 def test_a_template_that_makes_an_empty_prompt_is_refused(tmp_path: Path, template: str) -> None:
     engine = load(write_checkpoint(tmp_path, template=template))
-    with pytest.raises(MinithinkError, match="makes an empty prompt of the messages: pass --no-chat"):
+    with pytest.raises(MinithinkError, match="makes an empty prompt of the messages: correct the template, or"):
         engine.generate("Alpha", max_new_tokens=1)
     assert engine.generate("Alpha", max_new_tokens=1, chat=False)[0].generated_tokens == 1
     with pytest.raises(UsageError, match="The prompt is empty"):

@@ -697,7 +697,8 @@ def test_a_template_that_fails_is_one_sentence(spec: dict[str, Any], tmp_path: P
     tokenizer = read(spec, tmp_path, chat_template_jinja=text)
     with pytest.raises(MinithinkError, match=reason) as error:
         tokenizer.apply_chat_template(HELLO)
-    assert_one_sentence(str(error.value), str(tmp_path), "--no-chat")
+    # `evaluate` and `calibrate` have no --no-chat.
+    assert_one_sentence(str(error.value), str(tmp_path), "correct the template", "minithink.generate --no-chat")
 
 
 def test_no_template(spec: dict[str, Any], tmp_path: Path) -> None:
