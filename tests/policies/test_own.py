@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import minithink
 from minithink import policies
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.plain import PlainCache
 from minithink.kv.stack import Stack
+from minithink.model import Rope
 from minithink.policies import POLICIES, extended, load, load_list, lookup, own, parse, register, split
 from minithink.policies.window import Window
+from tests.kv.run import feed
 from tests.own_policies import MINE, unloaded
+from tests.strategies import example_config, random_decoder
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +38,25 @@ def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
+
+
+def test_the_page_s_policy_keeps_what_it_says(tmp_path: Path) -> None:
+    """Docs/own-policy.md: the newest tokens, and of the older ones every fourth, as far as they fit."""
+    page = Path(__file__).parents[2] / "docs" / "own-policy.md"
+    (tmp_path / "newest.py").write_text(page.read_text().split("```python\n")[1].split("```")[0])
+    load("newest.py:Newest")
+    decoder = random_decoder(example_config(), 1)
+    policy = parse("newest.py:Newest:budget=28")
+    cache: Any = PlainCache(decoder.config, Rope(decoder.config), policy, rows=1, tokens=128, dtype=torch.float32)
+    cache.join(0, 128, 8)
+    feed(decoder, cache, {0: list(range(10, 18))})
+    for token in range(100):
+        feed(decoder, cache, {0: [10 + token % 50]})
+    prompt = list(range(8))
+    older = list(range(60, 98, 4))
+    newest = list(range(98, 108))
+    for lane in cache.positions(0).flatten(0, 1).tolist():
+        assert sorted(pos for pos in lane if pos >= 0) == prompt + older + newest
 
 
 def test_a_file_that_was_broken_for_a_while_is_as_before(mine: Path) -> None:
