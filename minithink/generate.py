@@ -17,10 +17,11 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from minithink.cli.commands import (
     SCHEDULES,
@@ -60,6 +61,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
+    out = sys.stdout
+    if not args.json:
+        return _load_and_run(args, out)
+    with redirect_stdout(sys.stderr):  # what a policy's code prints stays apart from the objects
+        return _load_and_run(args, out)
+
+
+def _load_and_run(args: argparse.Namespace, out: TextIO) -> int:
     if args.policy is not None:
         from minithink.policies import load
 
@@ -68,15 +77,15 @@ def _main(argv: list[str] | None) -> int:
         from minithink.policies import POLICIES, describe, summary_of
 
         for name, policy in POLICIES.items():
-            print(f"{name:16} {summary_of(policy)}")
+            print(f"{name:16} {summary_of(policy)}", file=out)
             for option, meaning in describe(policy).items():
-                print(f"    {option:42} {meaning}".rstrip())
+                print(f"    {option:42} {meaning}".rstrip(), file=out)
         return 0
-    return run(args)
+    return run(args, out)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Load the model, generate, show."""
+def run(args: argparse.Namespace, out: TextIO) -> int:
+    """Load the model, generate, show. out: where the objects of --json go."""
     tasks = _tasks(args)
     from minithink.engine import load
 
@@ -101,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         _warn_of_nonsense(args, [task.prompt for task in tasks])
         _warn_of_eviction(args, stream)
         _caution(engine)
-        return _generate(args, tasks, stream)
+        return _generate(args, tasks, stream, out)
     finally:
         if recorder is not None:
             recorder.close()
@@ -168,13 +177,13 @@ def _recorder(engine: Engine, args: argparse.Namespace) -> Recorder | None:
     return Recorder(args.trace, engine.tokenizer, about=about)
 
 
-def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream) -> int:
-    """Generate and show → the exit code."""
+def _generate(args: argparse.Namespace, tasks: list[Task], stream: Stream, out: TextIO) -> int:
+    """Generate and show → the exit code. out: where the objects of --json go."""
     if args.json:
         code = until_interrupted(lambda: _run_with_progress(stream))
         for result in _begun(stream):
             verdict = _verdict(result, tasks[result.prompt].answer)
-            print(json.dumps({**asdict(result), "verdict": verdict}), flush=True)
+            print(json.dumps({**asdict(result), "verdict": verdict}), file=out, flush=True)
         _say_what_never_applied(args, stream)
         _say_what_never_thought(args, stream)
         return code or _say_why_not_finite(stream)

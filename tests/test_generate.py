@@ -139,6 +139,22 @@ def test_a_policy_of_ones_own_is_listed_and_runs(
         assert "has no hyperparameter 'sing' (did you mean sign?)" in capsys.readouterr().err
 
 
+def test_what_a_policy_prints_stays_apart_from_json(
+    capsys: Capture, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loud = "    def scores(self, step, choice):\n"
+    (tmp_path / "mine.py").write_text("print('loaded')\n" + MINE.replace(loud, loud + "        print('scored')\n"))
+    monkeypatch.chdir(tmp_path)
+    argv = (*model, "Alpha sits", *SHORT, "--policy", "mine.py:Mine", "--budget", 4, "--json")
+    with unloaded():
+        assert main(*argv) == 0
+    said = capsys.readouterr()
+    [line] = said.out.splitlines()
+    assert json.loads(line)["kv_tokens"] == 4
+    assert said.err.startswith("loaded\n")
+    assert "scored\n" in said.err
+
+
 def test_a_policy_says_what_it_holds(capsys: Capture, model: Any) -> None:
     argv = (*model, "Alpha sits", "--temperature", 0, "--max-new-tokens", 20)
     [row] = json_of(capsys, *argv, "--policy", "window", "--budget", 9)
