@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from minithink import __version__
 from minithink.cli.cores import wait_briefly
 from minithink.cli.process import INTERRUPTED, Signals, Stopped, open_streams
-from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted
+from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted, reason
 from minithink.kv.byte_size import ByteSize, looks_like_bytes
 
 SCHEDULES = (  # values of --schedule, as its help explains them
@@ -154,6 +154,12 @@ def _finished(program: str, command: Callable[[], int], interrupted: str, signal
             name = quoted(error.filename)
             print(f"{program}: {name} is too long for the name of a file: shorten it.", file=sys.stderr)
             return 2
+        if isinstance(error, PermissionError) and error.filename is not None:
+            name = quoted(error.filename)
+            print(
+                f"{program}: {name}: {reason(error)}; change who may use it, or give another path.", file=sys.stderr
+            )
+            return 1
         if error.errno == errno.EIO and signals.stopped is not None:  # the terminal is gone
             _discard(sys.stdout.fileno())
             _discard(sys.stderr.fileno())

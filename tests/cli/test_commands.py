@@ -185,6 +185,17 @@ def test_other_errors_of_the_system_are_bugs() -> None:
         exit_code("x", fail)
 
 
+def test_a_path_without_permission_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before Python 3.14 `Path.exists` raises this for a file in a folder that one may not enter."""
+
+    def command() -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "locked/results.jsonl")
+
+    assert exit_code("program", command) == 1
+    said = "program: 'locked/results.jsonl': Permission denied; change who may use it, or give another path.\n"
+    assert capsys.readouterr().err == said
+
+
 def test_names_that_are_too_long_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     """In an option before anything runs, and wherever else a file of that name is opened."""
     assert location("a" * 255 + "/" + "ü" * 127) == Path("a" * 255, "ü" * 127)
