@@ -304,6 +304,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], ignored: Iter
     return ", ".join(parts)
 
 
+def _measured(settings: Mapping[str, Any]) -> str:
+    """What a run measures, in words."""
+    return "losses of texts" if INSTRUMENT in settings else "answers to problems"
+
+
 def brief(text: str, differs_at: int = 0) -> str:
     """At most QUOTED characters of a text, and none that a terminal would obey. differs_at: a place to be shown."""
     if len(text) > QUOTED:
@@ -424,6 +429,11 @@ class Journal:
             raise UsageError(
                 f"{self.folder} holds {counted(len(self.records), 'sequence')} of an earlier run: add --resume to "
                 f"continue it, or give another folder.{since}"
+            )
+        if before.get(INSTRUMENT) != settings.get(INSTRUMENT):
+            raise UsageError(
+                f"{self.folder} holds {_measured(before)}, and this run measures {_measured(settings)}: give another "
+                "folder."
             )
         if differing:
             raise UsageError(

@@ -101,7 +101,9 @@ def chosen(file: File, path: Path, sequence: int | None) -> int:
         MinithinkError: the file holds none. UsageError: it does not hold this one.
     """
     if not file.traces:
-        raise MinithinkError(f"The trace {path} ends before a token was read: let the run go on for longer.")
+        raise MinithinkError(
+            f"The trace {path} ends before a token was read{file.cut}: record a longer run, or copy the whole file."
+        )
     if sequence is None:
         return min(file.traces)
     if sequence not in file.traces:

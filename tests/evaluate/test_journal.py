@@ -20,7 +20,17 @@ from hypothesis import strategies as st
 from minithink.errors import CONTROL, MinithinkError, UsageError, counted
 from minithink.evaluate import journal as journal_module
 from minithink.evaluate import plots, summary
-from minithink.evaluate.journal import MAY_DIFFER, Journal, Key, Record, differences, join, read, text_hash
+from minithink.evaluate.journal import (
+    INSTRUMENT,
+    MAY_DIFFER,
+    Journal,
+    Key,
+    Record,
+    differences,
+    join,
+    read,
+    text_hash,
+)
 from minithink.kv.byte_size import ByteSize
 from minithink.results import files
 from tests.evaluate.draw import record, records, runs
@@ -325,6 +335,15 @@ def test_what_is_there_is_not_overwritten_by_chance(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     with Journal(folder, SETTINGS, resume=True) as journal:
         assert journal.records == [record()]
+
+
+def test_a_folder_of_another_instrument_is_refused(tmp_path: Path) -> None:
+    """Nearly all settings differ, and a list of them would tell nobody what is wrong."""
+    write(tmp_path, [record()])
+    with pytest.raises(UsageError) as refused:
+        Journal(tmp_path, {INSTRUMENT: "loss", "texts": {"a": "1"}}, resume=True)
+    said = "holds answers to problems, and this run measures losses of texts: give another folder."
+    assert str(refused.value) == f"{tmp_path} {said}"
 
 
 def test_settings_are_kept_to(tmp_path: Path) -> None:

@@ -102,6 +102,8 @@ def test_a_picture(trace: Path, tmp_path: Path, capsys: Capture) -> None:
 
 def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> None:
     empty, one, many = (write(tmp_path / f"of-{n}", *[arrays()] * n) for n in (0, 1, 22))
+    half = tmp_path / "half"
+    half.write_bytes(one.read_bytes()[: one.stat().st_size // 2])
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to(trace)
@@ -117,7 +119,8 @@ def test_what_makes_no_sense(trace: Path, tmp_path: Path, capsys: Capture) -> No
         ([trace, "--sequence", 7], 2, r"--sequence 7 is not in .*, which holds sequences 0, 1\.$"),
         ([one, "--sequence", 7], 2, r"--sequence 7 is not in .*/of-1, which holds sequence 0 alone\.$"),
         ([many, "--sequence", 22], 2, r"not in .*/of-22, which holds sequences 0, 1, .*, 19 and 2 more\.$"),
-        ([empty], 1, "ends before a token was read"),
+        ([empty], 1, "ends before a token was read: record a longer run, or copy the whole file"),
+        ([half], 1, "ends before a token was read; the run was interrupted, or its file is cut off: record"),
         ([tmp_path / "none"], 1, "cannot be read"),
         ([trace, "--output", trace], 2, r"--output .* is the trace itself, which the page would replace"),
         ([trace, "--output", link], 2, r"is the trace itself"),
