@@ -14,12 +14,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from minithink.cli.commands import positive
+from minithink.cli.commands import location, positive
 from minithink.cli.models import model_options
 from minithink.engine import Engine, load
 from minithink.errors import UsageError, counted, escaped
@@ -61,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N,N,…",
         help="rows of the batches that are compared, two sizes at least (default: 1,8)",
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write what was counted there, as JSON, too")
+    parser.add_argument("--output", type=location, metavar="FILE", help="write what was counted there, as JSON, too")
 
 
 def _sizes(text: str) -> list[int]:

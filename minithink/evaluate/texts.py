@@ -84,6 +84,8 @@ def read_texts(
         return _sources(length, SOURCES if limit is None else limit, seed)
     if where == REFERENCE:
         return _references(TRACES if limit is None else limit, seed, tags)
+    if not where.strip():  # it would be the current folder, from an unset variable
+        raise UsageError("--texts is empty: give a text file, a .jsonl file, a folder, stdlib or reference.")
     path = Path(where)
     if path.is_dir():
         texts = [Text(found.relative_to(path).as_posix(), _content(found)) for found in files_in(path)[:limit]]

@@ -29,6 +29,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -49,7 +50,7 @@ from minithink.backend import device_of
 from minithink.checkpoint.adapter import WEIGHTS as ADAPTER
 from minithink.checkpoint.gguf_file import is_gguf
 from minithink.checkpoint.weights import SINGLE, checkpoint_hash, load_decoder, save_checkpoint
-from minithink.cli.commands import Parser, exit_code, finite, integer, natural, positive
+from minithink.cli.commands import Parser, exit_code, finite, integer, location, natural, positive
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted, reason, unwritable
 from minithink.model import Decoder, Rope
@@ -346,6 +347,18 @@ def export_settings(folder: Path, decoder: Decoder, tokenizer_folder: Path, prog
     (folder / "training.json").write_text(json.dumps(progress, indent=1) + "\n", encoding="utf-8")
 
 
+def ignore_signals(worker: int) -> None:
+    """Leave SIGTERM and SIGHUP to the process that trains, which saves the run and then ends those that draw.
+
+    `timeout`, a closed terminal and Slurm send them to all processes at once. If those that draw died first, torch
+    would raise an error in the midst of saving.
+    """
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number is not None:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def train(
     recipe: Recipe,
     config: ModelConfig,
@@ -441,6 +454,7 @@ def train(
         pin_memory=cuda,
         multiprocessing_context=context,
         prefetch_factor=4 if workers else None,
+        worker_init_fn=ignore_signals,
     )
     last_save = began
     meter = Meter(recipe.batch_tokens)
@@ -585,9 +599,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     parser = Parser(prog="python -m minithink.train", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder of the run and of its checkpoint")
-    parser.add_argument("--init", type=Path, help="continue from the weights in this folder or GGUF file")
-    parser.add_argument("--tokenizer", type=Path, help="default: that of --init, or else of the embedded model")
+    parser.add_argument("--output", type=location, required=True, help="folder of the run and of its checkpoint")
+    parser.add_argument("--init", type=location, help="continue from the weights in this folder or GGUF file")
+    parser.add_argument("--tokenizer", type=location, help="default: that of --init, or else of the embedded model")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="default: cuda if there is one, or else cpu")
     workers = max(1, (os.cpu_count() or 2) - 2)
@@ -612,7 +626,7 @@ def _main(argv: list[str] | None) -> int:
     )
     parser.add_argument(
         "--adapter",
-        type=Path,
+        type=location,
         metavar="FOLDER",
         help="with --lora-rank: begin with the factors of this adapter, which has the same shape and was trained for "
         "the same --init; the run is a new one, whose learning rate rises and falls again; another --seed draws "

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import re
+import signal
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,6 +112,33 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkey
     run(parts, config, recipe, resume=True)
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not (parts / "progress.safetensors").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_processes_leaves_those_that_draw(tmp_path, config, monkeypatch, number):
+    """`timeout` sends one to the whole group, and the process that trains saves the run meanwhile."""
+    forward = train.loss_of
+    sent = []
+
+    def signalled(*args):
+        if not sent:
+            for worker in multiprocessing.active_children():
+                os.kill(worker.pid, number)
+                sent.append(worker.pid)
+            time.sleep(0.5)
+        return forward(*args)
+
+    monkeypatch.setattr(train, "loss_of", signalled)
+    run(tmp_path, config, RECIPE, workers=1)
+    assert len(sent) == 1
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("option", ["--output", "--init", "--tokenizer", "--adapter"])
+def test_an_empty_path_is_refused(capsys, option):
+    """It would be the current folder, from an unset variable."""
+    assert train.main(["--output", "x", option, ""]) == 2
+    assert f"argument {option}: it is empty: give a name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "adapter_model.safetensors"])
