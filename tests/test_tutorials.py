@@ -302,7 +302,7 @@ def test_links_of_a_tutorial_are_moved_to_its_page() -> None:
 
 
 def test_a_page_shows_what_cells_printed_and_drew() -> None:
-    """Without colours and progress bars; a page says which outputs depend on the machine."""
+    """Without colours and progress bars; a page says which outputs depend on the machine that made it."""
     nbformat = pytest.importorskip("nbformat", reason="the extra `tutorials` is not installed")
     image = pytest.importorskip("PIL.Image", reason="the extra `tutorials` is not installed")
     written = io.BytesIO()
@@ -318,7 +318,8 @@ def test_a_page_shows_what_cells_printed_and_drew() -> None:
     ]
     cells = [
         v4.new_markdown_cell("# 1. Title\n\n## The `idea`"),
-        v4.new_code_cell("axis.set(xlabel='steps')\ny = 1", outputs=outputs),
+        v4.new_code_cell("axis.set(xlabel='steps')\ny = time.perf_counter()", outputs=outputs),
+        v4.new_code_cell("print(of_a_gpu)", outputs=[v4.new_output("stream", name="stdout", text="283 µs\n")]),
         v4.new_code_cell("print(7)", outputs=[v4.new_output("stream", name="stdout", text="7\n" * 62)]),
     ]
     text, pictures = module("pages").page(v4.new_notebook(cells=cells), "01_a", "2 cores", 7.4)

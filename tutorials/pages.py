@@ -26,6 +26,8 @@ LONGEST_OUTPUT = 60  # lines
 WORDS_A_MINUTE = 150
 LINES_A_MINUTE = 30  # of code
 OF_THE_MACHINE = "*Times and speeds are those of the machine named above.*"
+# Calls by which a cell measures times of its own. Other cells print times of a GPU, from a file, or computed limits.
+MEASURES = re.compile(r"\b(?:perf_counter|fastest|evaluate)\(")
 # Not the format int4s: no letter before the number.
 TIMES = re.compile(r"(?<![A-Za-z\d])\d+\s*(?:ms|µs|us|s)\b|\b(?:ms|seconds|minutes|GB/s|tokens/s)\b")
 
@@ -142,7 +144,7 @@ def page(notebook: Any, stem: str, machine: str, seconds: float) -> tuple[str, d
             name = f"{stem}-{count}.png"
             pictures[name] = small(base64.b64decode(output["data"]["image/png"]))
             parts.append(f"![{words}]({name})")
-        if TIMES.search(text + words):
+        if MEASURES.search(cell.source) and TIMES.search(f"{text}\n{words}"):
             parts.append(OF_THE_MACHINE)
     return "\n\n".join(parts) + "\n", pictures
 
