@@ -22,7 +22,8 @@
 #                                             → in which page a token lies
 #
 # The picture shows what the cache holds, for a made-up list of thoughts of 128 tokens each. Each time a doubt (a
-# *transition*, orange) has ended, every thought before it keeps fewer tokens: 64, then 32, 16, 8 and at last 4.
+# *transition*, orange) has ended, every thought before it keeps fewer tokens. The first doubt leaves the two thoughts
+# before it 64 tokens each, the second 32, the third 16.
 
 # %%
 try:
@@ -115,8 +116,8 @@ plt.show()
 #
 # Of query heads that share a KV head, the largest logit counts. The mean over KV heads is the sparsity of a layer.
 #
-# The model solves a short problem, and then reads its own text again in one pass. `read` shows us the logits of every
-# layer, and we compute the sparsity of every generated token.
+# The model solves a short problem and reads its own text again in one pass. `read` shows us every layer's logits, and
+# we compute each generated token's sparsity.
 
 # %%
 engine = minithink.load("tiny", device="cpu", dtype="float32")
@@ -181,8 +182,8 @@ axes[1].legend(ncols=3, title="by words", loc="lower right")
 plt.show()
 
 # %% [markdown]
-# The colours overlap. The calibration compared both answers for many more segments. κ is their agreement beyond
-# chance: 1 is perfect, 0 is what two coins do.
+# The colours overlap. And most points lie below θ1: by sparsity they are execution. The calibration compared both
+# answers for many more segments. κ is their agreement beyond chance: 1 is perfect, 0 is what two coins do.
 
 # %%
 m = measured["measurements"]
@@ -208,8 +209,8 @@ assert measured["fallback"], "no layer's sparsity should show three humps for mo
 #
 # Reasoning and execution get 4 bits a number (NVFP4), transitions 2 (ternary). Tokens wait in a buffer until a group
 # of g = 16 is there, and are quantized together. [Tutorial 4](04_number_formats.py) explains the formats. In the
-# paper sixteen keys share a scale for each channel (`key_axis="channel"`). By default the library gives each key its
-# own scales ([why](../docs/thinkv.md)). What does that cost?
+# paper sixteen keys share a scale for each channel (`key_axis="channel"`, which is tutorial 4's `by=token`). By
+# default the library gives each key its own scales ([why](../docs/thinkv.md)). How large is the error?
 
 # %%
 group = keys[layers[0]][0, P : P + 16]  # [16 tokens, D], the first that were generated
@@ -235,8 +236,8 @@ assert errors["nvfp4"] < errors["ternary"]
 #     case 2   more than k tokens are held: the oldest segment of the least important type (T, then E, then R) takes
 #              one step, again and again until it fits; the running one is left alone
 #
-# A transition means that the model has left a train of thought, so what came before is worth less. Case 2 is about
-# room. Here they are with lists, for segments of τ = 8 tokens and R = 4, 2, 1.
+# A transition means that the model has left a train of thought, so what came before is worth less. Here are both
+# cases with lists, for segments of τ = 8 tokens and R = 4, 2, 1.
 
 # %%
 RETENTION, TAU = (4, 2, 1), 8
@@ -278,7 +279,7 @@ plt.show()
 
 # %% [markdown]
 # On the left nothing happens until the first orange segment is complete; then the two below it fall to 4 tokens. When
-# the second one is complete, these two fall to 2, and all that came between to 4. On the right the budget of 24
+# the second one is complete, these two fall to 2, and the four above them to 4. On the right the budget of 24
 # tokens (black) adds case 2: transitions go first, then executions, then reasoning.
 #
 # The library does this for all sequences at once (`ref/anneal.py`), and must agree with our lists.
@@ -294,7 +295,7 @@ print("the library agrees on 20 random stories")
 # %% [markdown]
 # ## 4. Which tokens stay
 #
-# A segment has 8 tokens and may keep 4: those that *stand for the others*. K-means puts 4 centres among the keys; of
+# A segment has 32 tokens and may keep 4: those that *stand for the others*. K-means puts 4 centres among the keys; of
 # each cluster the token whose key is nearest to the centre stays. Nothing is random: the first centre is the point
 # nearest to the mean, each of the next ones the point farthest from all centres so far. Then ten times, points join
 # the nearest centre, and centres move to the mean of their points.
@@ -361,10 +362,10 @@ assert ours < by_lot
 # move them together, which costs time. ThinKV leaves them where they are. A free slot waits until a new token **of
 # the same type** is written into it.
 #
-# This is the example of the paper's figure 6: segments of 4 tokens, pages of 4 slots (8 where a number has 2 bits),
-# R = 2. A to D are reasoning, E to H execution, I to L a transition, M to P reasoning again. The policy runs on our
-# model; only the types are given. The picture shows the pages of layer 0 after D, H, L and P. A grey letter is an
-# evicted token whose slot is free.
+# This is the example of the paper's figure 6: segments of 4 tokens, pages of 4 slots (8 where a number has 2 bits), R
+# = 2. A to D are reasoning, E to H execution, I to L a transition, M to P reasoning again. The policy runs on our
+# model; only the types are given. The picture shows the pages of layer 0. A grey letter is an evicted token whose
+# slot is free.
 
 
 # %%
@@ -422,7 +423,7 @@ for line, step in enumerate((4, 8, 12, 16)):
             place = (page.page, slot)
             letter = here.get(place) or gone.get(place, "")
             color = "black" if place in here else "#a0aec0"
-            face = COLORS[TYPES[page.thought]] + "50" if place in here else "white"
+            face = COLORS[TYPES[page.thought]] + "90" if place in here else "white"
             axis.add_patch(plt.Rectangle((x, y), 1, 1, facecolor=face, edgecolor=GREY, linewidth=0.7))
             axis.text(x + 0.5, y + 0.45, letter, ha="center", va="center", color=color)
             x += 1
@@ -434,9 +435,9 @@ plt.show()
 # %% [markdown]
 # With L the transition ends. Case 1: the two segments before it shrink to 2 tokens each. M and N then take the free
 # slots in the page of type R, and O and P open a new page. The free slots of type E wait for the next execution. No
-# token moved, and an eviction only sets bits in the *block table*. Here it is after P. A line is a page: its type,
-# the positions at which its segments begin (A stands at 56), and for each of them a mask, 1 where a slot holds a
-# token of the segment. The last mask shows evicted tokens.
+# token moved, and an eviction only sets bits in the *block table*. Here it is after P, a line for each page (*block*
+# in the paper): its number, the slots ever filled, its type, the positions at which its segments begin (A stands at
+# 56), for each of them a mask of its tokens' slots, and a mask of the slots that evicted tokens left free.
 
 # %%
 print(printed(table, TYPES))
@@ -489,9 +490,8 @@ print(told.notes)
 print(f"correct: full {grade(full.text, problem.answer)}, thinkv {grade(result.text, problem.answer)}")
 
 # %% [markdown]
-# That is the text, a line for each segment: its type, and in [brackets] the tokens that the cache still holds at the
-# end. The left picture shows the segments over time. The saw at the top is the running one; below it the old ones get
-# thinner.
+# A line is a segment: its type, its text, and in [brackets] what the cache still holds at the end. The left picture
+# shows the segments over time. The saw at the top is the running one; below, old ones get thinner.
 
 # %%
 sizes = torch.stack([torch.bincount((lane[lane >= P] - P) // tau, minlength=len(types)) for lane in lanes])
@@ -515,9 +515,9 @@ print(f"{bytes_held[-1]:,} bytes, {bytes_held[-1] / full_bytes[-1]:.1%} of a ful
 # Nearly half of the bytes are the buffers, which hold 16 tokens in full precision. With the paper's budget of 1024
 # tokens they are a small part.
 #
-# In our run the model went on checking, with wrong numbers, until the limit of 500 tokens. That should not surprise
-# you: any number may be needed again, and ternary keys break look-ups (tutorial 4). How often it goes well, and with
-# which settings, is measured in [docs/thinkv.md](../docs/thinkv.md).
+# Our model went on checking, with wrong numbers, until the limit of 500 tokens. That is no wonder: any number may be
+# needed again, and ternary keys break look-ups (tutorial 4). How often it goes well is measured in
+# [docs/thinkv.md](../docs/thinkv.md).
 #
 # ## Three things to remember
 #
