@@ -13,8 +13,9 @@
 # %% [markdown]
 # # 2. Why there is a KV cache, and what it costs
 #
-# Without a cache a model recomputes every token for every new one (tutorial 1). A *KV cache* ends that: it keeps the
-# keys and values of the past. It trades arithmetic for memory, and in a reasoning model memory becomes the problem.
+# Without a cache a model recomputes every token for every new one ([tutorial 1](01_decoder.py)). A *KV cache* ends
+# that: it keeps the keys and values of the past. It trades arithmetic for memory, and in a reasoning model memory
+# becomes the problem.
 #
 # The picture shows the trade for the shape of an 8-billion-parameter Llama. It is computed, not measured: on the left
 # the tokens that pass the layers, on the right the memory that this takes.
@@ -279,9 +280,9 @@ for name, each in intensity.items():
     print(f"{name:8} {each * traffic / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {each:7.1f} FLOP/byte")
 
 # %% [markdown]
-# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A pass with a higher
-# intensity than the processor's own ratio is bound by arithmetic. A pass with a lower one is bound by memory: the
-# arithmetic units wait.
+# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A processor has such a
+# ratio, too: the FLOPs that it can compute in the time in which it fetches a byte. A pass with a higher intensity is
+# bound by arithmetic. A pass with a lower one is bound by memory: the arithmetic units wait.
 #
 # We measure this machine's ratio with a large matrix product and a large sum.
 
