@@ -228,8 +228,9 @@ assert ratio.max() > 3 > ratio.median()
 # If a loud channel sits in a group with fifteen quiet ones, it sets the scale for them, and they are rounded
 # coarsely. By token, a group holds one channel only, and its scale fits it.
 #
-# In most heads of our small model the stripes are mild, so `by=token` gains little in the table above. We imitate a
-# large model: one channel of every head gets 16 times as loud. We look at the error of all the *others*.
+# In most heads of our small model the stripes are mild, so `by=token` gains little in the table above, and with
+# `nvfp4` nothing. We imitate a large model: one channel of every head gets 16 times as loud. We look at the error of
+# all the *others*.
 
 # %%
 louder = K.clone()
@@ -329,9 +330,9 @@ assert spread > 1.5 * alone
 #                        key   value   value's      the keys' scales
 #                                      scales
 #
-# On the plain manager 128 tokens come, most are evicted, and the ledger says what is left. First the survivors are
-# spread evenly, which is the worst case. Then they are those that ThinKV would keep: the keys closest to the centres
-# of as many clusters (K-means).
+# A `PlainCache` (tutorial 2) gets 128 tokens, most are evicted, and its ledger says how many bytes are left. First
+# the survivors are spread evenly, which is the worst case. Then they are those that ThinKV would keep: the keys
+# closest to the centres of as many clusters (K-means).
 
 
 # %%
@@ -366,7 +367,7 @@ for left in (128, 32, 16, 8, 4):
 
 # %% [markdown]
 # All starts at 72 bytes, 4.5 bits a number. By channel a token carries its own scales. By token, with 4 of 128
-# survivors spread evenly, it has become 132 bytes: as much as 8 bits a number. Clusters pick from everywhere, so real
+# survivors spread evenly, it has become 132 bytes: more than 8 bits a number. Clusters pick from everywhere, so real
 # evictions cost much more than 72 bytes, too.
 #
 # ## What errors do to attention
