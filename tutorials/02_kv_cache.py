@@ -280,9 +280,9 @@ for name, each in intensity.items():
     print(f"{name:8} {each * traffic / 1e9:7.3f} GFLOP  {traffic / 1e6:6.1f} MB  {each:7.1f} FLOP/byte")
 
 # %% [markdown]
-# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A processor has such a
-# ratio, too: the FLOPs that it can compute in the time in which it fetches a byte. A pass with a higher intensity is
-# bound by arithmetic. A pass with a lower one is bound by memory: the arithmetic units wait.
+# The last column is the *arithmetic intensity*: what is computed for each byte that is fetched. A processor has such
+# a ratio, too: the FLOPs that it can compute in the time in which it fetches a byte. A pass with a higher intensity
+# is bound by arithmetic. A pass with a lower one is bound by memory: the arithmetic units wait.
 #
 # We measure this machine's ratio with a large matrix product and a large sum.
 
