@@ -20,7 +20,6 @@ from minithink.cli.commands import location
 from minithink.errors import NON_FINITE, UsageError, alternatives, escaped, quoted
 from minithink.evaluate.intervals import RESAMPLES, bootstrap, wilson
 from minithink.evaluate.journal import FULL, INSTRUMENT, Record, Run, join, read
-from minithink.evaluate.leaderboard import Leaderboard
 from minithink.evaluate.plots import unfinished
 from minithink.evaluate.summary import (
     Budget,
@@ -33,8 +32,6 @@ from minithink.evaluate.summary import (
     summarize,
 )
 from minithink.kv.byte_size import ByteSize
-from minithink.results import pooled
-from minithink.results.record import default_path
 
 HELP = (
     "The intervals are of the draw of problems. They do not say how far from the straight line a policy would have "
@@ -96,11 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--leaderboard",
         type=location,
         nargs="?",
-        const=default_path("x").parent,
+        const=False,  # the checkout's
         metavar="RESULTS",
-        help="behind DIR: put the policies beside those whose results are committed in RESULTS/"
-        f"{pooled.FILE}, by right answers and bytes; several folders are of a dataset each, as in facts, ledger, "
-        "search, and means over them are taken (default: docs/results of the checkout)",
+        help="behind DIR: put the policies beside those whose results are committed in RESULTS/pool.jsonl.gz, by "
+        "right answers and bytes; several folders are of a dataset each, as in facts, ledger, search, and means over "
+        "them are taken (default: docs/results of the checkout)",
     )
 
 
@@ -118,7 +115,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
         raise UsageError("--against names a policy to compare with at equal bytes: give --at-bytes, too, or drop it.")
     if args.leaderboard is not None and args.at_bytes is not None:
         raise UsageError("--leaderboard and --at-bytes are two comparisons: give one of them.")
-    board = None if args.leaderboard is None else Leaderboard(args.leaderboard)
+    board = None
+    if args.leaderboard is not None:
+        # Both import torch, which the other tables do not need.
+        from minithink.evaluate.leaderboard import Leaderboard
+        from minithink.results.record import default_path
+
+        board = Leaderboard(args.leaderboard or default_path("x").parent)
     runs = [read(folder) for folder in args.folders]
     for one in runs:
         if INSTRUMENT in one.settings:

@@ -356,12 +356,13 @@ def test_what_cannot_be_drawn_is_said(
     assert "give another --output-dir" in capsys.readouterr().err
 
 
-def test_a_plot_needs_no_model(tmp_path: Path) -> None:
-    """torch takes seconds to import, and is not needed to draw."""
+@pytest.mark.parametrize("command", ["plot", "summary"])
+def test_finished_runs_are_shown_without_torch(tmp_path: Path, command: str) -> None:
+    """It takes seconds to import, and is not needed to draw, or to sum up."""
     folder = write(tmp_path / "run", results())
     code = (
         "import sys; from minithink.evaluate.__main__ import main; "
-        f"main(['plot', {json.dumps(str(folder))}]); sys.exit('torch' in sys.modules)"
+        f"code = main([{command!r}, {json.dumps(str(folder))}]); sys.exit(code or 'torch' in sys.modules)"
     )
     root = Path(__file__).parent.parent.parent
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True).returncode == 0
