@@ -152,8 +152,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     if args.plot is not None:
         need_matplotlib()
         record.check(args.plot / "picture.svg", "--plot")
-    if args.plot is not None or args.recheck:
-        losses.refuse(chosen, "--plot" if args.plot is not None else "--recheck")
+    given = {"--plot": args.plot is not None, "--recheck": args.recheck, "--needed": args.needed}
+    for option in given:
+        if given[option]:
+            losses.refuse(chosen, option)
     known = {budget for sweep in chosen.values() for budget in sweep.budgets}
     for budget in args.budgets or ():
         if budget not in known:

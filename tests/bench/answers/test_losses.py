@@ -135,11 +135,12 @@ def test_only_the_fixed_texts_are_taken(
     assert main(words) == 2
 
 
-def test_a_comparison_of_losses_has_no_picture_and_is_not_rechecked(
+def test_a_comparison_of_losses_has_no_picture_and_no_needs_and_is_not_rechecked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(words_of(tmp_path, "--recheck")) == 2
-    assert "--recheck is for answers, and transfer-losses compares losses" in capsys.readouterr().err
+    for option in ("--recheck", "--needed"):
+        assert main(words_of(tmp_path, option)) == 2
+        assert f"{option} is for answers, and transfer-losses compares losses" in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     assert main(words_of(tmp_path, "--plot", str(tmp_path))) == 2
     assert "--plot is for answers" in capsys.readouterr().err
