@@ -56,7 +56,8 @@ class Compiled(NamedTuple):
         """Programs that a multiprocessor of an H200 has room for."""
         by_shared = 228 * 1024 // (self.shared + 1024)  # of each program's, 1 KiB is the system's
         of_a_thread = math.ceil(self.registers / 8) * 8  # registers are given out by eights
-        return min(32, by_shared, 65536 // (of_a_thread * 32 * self.warps))
+        by_registers = 65536 // (of_a_thread * 32 * self.warps)
+        return min(32, 64 // self.warps, by_shared, by_registers)
 
 
 def draw(number: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -173,6 +173,7 @@ def test_programs_of_a_multiprocessor_are_limited_by_what_runs_out_first() -> No
     assert few._replace(registers=121).at_a_time == 4  # 128 registers of each of 128 threads
     assert few._replace(shared=100 * 1024).at_a_time == 2
     assert few._replace(warps=1, registers=8, shared=0).at_a_time == 32
+    assert few._replace(warps=8, registers=8, shared=0).at_a_time == 8  # of 64 warps
     title, line = step_checks.table({"swap": few}, "swap").splitlines()
     assert line == f"{4:5} {'1,024':>14} {32:10} {16:9} {0:12} {0:9} {0:13}  queries as columns"
     assert title.index("exponentials") + len("exponentials") == line.index("  queries")
