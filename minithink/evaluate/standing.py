@@ -1,8 +1,8 @@
 """Where policies stand by right answers and bytes: which are on the front, and how far the others are below it.
 
 A point is a policy at a budget. It is on the *front* if no other point has as many right answers or more with as many
-bytes or fewer. Every other point says how many points less it has than the best one of at most its bytes. The table
-of docs/methods.md has the same columns.
+bytes or fewer; points that are equal in both are on it together. Every other point says how many points less it has
+than the best one of at most its bytes. The table of docs/methods.md has the same columns.
 """
 
 from __future__ import annotations
