@@ -54,9 +54,9 @@ NEEDED = ("pass_at_1", "pass_at_1_low", "pass_at_1_high", "generated_mean", "cut
 ORACLES = {cls.name for cls in (AnswerOracle, HindsightOracle, NeedsOracle)}
 SURE = 1e-4  # smaller probabilities are shown as this
 BY_BYTES = (
-    "●: on the front, which means that no other policy is right as often with as few bytes; the intervals do not "
-    "count. Bytes: the mean of peaks, of the full cache's on the same machine. Below the front: points less than the "
-    "best policy of at most the same bytes."
+    "●: on the front, which means that no policy is right as often with fewer bytes, or more often with as few; the "
+    "intervals do not count. Bytes: the mean of peaks, of the full cache's on the same machine. Below the front: "
+    "points less than the best policy of at most the same bytes."
 )
 
 
