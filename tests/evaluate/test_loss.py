@@ -643,4 +643,5 @@ def test_another_instrument_in_the_folder_is_refused(
     assert main(words(model, folder, tmp_path / "out", policies="window")) == 0
     given = ["--model", str(model), "--dataset", str(problems), "--device", "cpu", "--max-new-tokens", "3"]
     assert main([*given, "--output-dir", str(tmp_path / "out"), "--resume"]) == 2
-    assert "holds a run with other settings" in capsys.readouterr().err
+    said = "holds losses of texts, and this run measures answers to problems: give another folder."
+    assert said in capsys.readouterr().err
