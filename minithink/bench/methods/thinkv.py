@@ -174,7 +174,7 @@ SWEEPS = {
             "thinkv:key_axis=channel",
         ),
         budgets=(0.25, 0.5),
-        beside="thinkv",
+        beside=Counted.name,  # the same policy: it only counts what it does
     ),
     "snapkv": Sweep("a prompt that is cut, too", ("thinkv", "snapkv:cap=128+thinkv"), beside="thinkv"),
 }

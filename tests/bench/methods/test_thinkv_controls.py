@@ -370,7 +370,7 @@ def test_the_comparison_changes_one_thing_at_a_time() -> None:
     """Every policy of it can be made, and differs from ThinKV in one option beside equal bits, or in its class."""
     sweep = method.SWEEPS["thinkv-controls"]
     assert sweep.budgets == (0.25, 0.5)
-    assert (sweep.split, sweep.problems, sweep.beside) == ("validation", 200, "thinkv")
+    assert (sweep.split, sweep.problems, sweep.beside) == ("validation", 200, Counted.name)
     usual = ThinKV(budget=999)
     own = {f.name for f in fields(ThinKV) if f.init}
     names = {type(cell.make()).__name__ for cell in cells_of(sweep) if cell.budget is None}
