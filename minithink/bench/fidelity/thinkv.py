@@ -44,8 +44,8 @@ TYPES = (
         here="Each KV head is counted, and the shares are averaged. On the embedded model the paper's order gives "
         "36 % of the segments another type, with the calibration that ships; types agree with keywords hardly better "
         "than chance in both orders. Calibrations and results were made in the order that is here. The control "
-        "`thinkv_mean_rows` does it the other way, and has 4.2 points more right answers at 25 % of the tokens and 8.3 "
-        "at 50 %.",
+        "`thinkv_mean_rows` does it the other way, and has 4.2 points more right answers at 25 % of the tokens and "
+        "8.3 at 50 %.",
     ),
     Item(
         of="§3.1, observation 1a: sparsity has three modes",
