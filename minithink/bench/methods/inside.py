@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from minithink.bench.methods import Result, Row, Table
+from minithink.bench.methods import Column, Result, Row, Table
 
 PLAIN = "plain"  # the name of the side that the others are compared with
 
@@ -15,7 +15,9 @@ def sides(result: Result) -> Iterable[Row]:
         for m in one["measurements"]:
             if m["side"] == PLAIN:
                 continue
-            yield {**m, "by": one["settings"]["by"], "least": min(m["ratios"]), "most": max(m["ratios"])}
+            peak = m.get("peak_bytes")  # only on a GPU
+            mib = {} if peak is None else {"mib": peak / 2**20}
+            yield {**m, **mib, "by": one["settings"]["by"], "least": min(m["ratios"]), "most": max(m["ratios"])}
 
 
 def sides_said(result: Result) -> Iterable[str]:
@@ -33,14 +35,21 @@ def sides_said(result: Result) -> Iterable[str]:
     yield ""
 
 
+COLUMNS: tuple[Column, ...] = (
+    ("by", "by", "{}"),
+    ("cache", "side", "`{}`"),
+    ("sequences", "batch", "{}"),
+    ("of the plain cache's speed", ("ratio", "least", "most"), "**{:.2f} ×** ({:.2f} to {:.2f})"),
+)
 TABLES = {
+    "hf-cuda": Table(
+        (*COLUMNS, ("memory at most, MiB", "mib", "{:,.0f}")),
+        files=("hf-cuda", "hf-kvpress-cuda"),
+        rows=sides,
+        said=sides_said,
+    ),
     "hf-cpu": Table(
-        (
-            ("by", "by", "{}"),
-            ("cache", "side", "`{}`"),
-            ("sequences", "batch", "{}"),
-            ("of the plain cache's speed", ("ratio", "least", "most"), "**{:.2f} ×** ({:.2f} to {:.2f})"),
-        ),
+        COLUMNS,
         files=("hf-cpu", "hf-kvpress-cpu"),
         rows=sides,
         said=sides_said,

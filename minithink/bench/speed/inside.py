@@ -48,7 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="policies (default: full, keydiff, knorm, rkv, thinkv)",
     )
-    add("--pages", action="store_true", help="measure each policy in pages, too")
+    add(
+        "--pages",
+        nargs="?",
+        const="too",
+        choices=["too", "only"],
+        help="measure each policy in pages, too, or in pages only: on a GPU it has its kernels only there",
+    )
     add("--presses", nargs="+", metavar="PRESS", help="scorers of kvpress instead of policies, such as KeyDiffPress")
     add("--budget", type=positive, default=512, metavar="N", help="tokens that are kept (default: 512)")
     add("--interval", type=positive, default=128, metavar="N", help="tokens between two evictions (default: 128)")
@@ -147,8 +153,9 @@ def measurements(
             if presses is not None:
                 sides[name] = _pressed(peer, prompts, name, presses, args)
                 continue
-            sides[name] = _under(peer, prompts, name, pages=False)
-            if args.pages:
+            if args.pages != "only":
+                sides[name] = _under(peer, prompts, name, pages=False)
+            if args.pages is not None:
                 sides[f"{name}, in pages"] = _under(peer, prompts, name, pages=True)
         for side in sides.values():
             side(args.tokens)  # a turn that does not count: on a GPU the first may take twice as long

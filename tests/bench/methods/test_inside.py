@@ -32,4 +32,8 @@ def test_both_libraries_have_rows() -> None:
         "| minithink | `rkv` | 8 | **0.75 ×** (0.50 to 1.00) |",
         "| kvpress 0.5.5 | `KnormPress` | 8 | **0.50 ×** (0.25 to 0.75) |",
     ]
+    ours["measurements"][1]["peak_bytes"] = 3 * 2**20
+    theirs["measurements"][1]["peak_bytes"] = 5 * 2**20
+    lines = lines_of(TABLES["hf-cuda"], {"each": [ours, theirs]})
+    assert lines[2] == "| minithink | `rkv` | 8 | **0.75 ×** (0.50 to 1.00) | 3 |"
     assert any("1,280 new ones, 2 turns" in line and "transformers 5.2.0 (kvpress 0.5.5)." in line for line in lines)

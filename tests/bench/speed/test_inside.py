@@ -64,6 +64,8 @@ def test_each_policy_in_pages_too(folder: Path, tmp_path: Path, monkeypatch: pyt
     sides = [row["side"] for row in result["measurements"]]
     assert sides == ["plain", "rkv:budget=28", "rkv:budget=28, in pages", "full", "full, in pages"]
     assert made[:4] == [("rkv:budget=28", False), ("rkv:budget=28", True), ("full", False), ("full", True)]
+    result = measured(folder, tmp_path / "pages.json", "--policies", "rkv:budget=28", "--pages", "only")
+    assert [row["side"] for row in result["measurements"]] == ["plain", "rkv:budget=28, in pages"]
 
 
 def test_scorers_of_kvpress_evict_around_generate(
