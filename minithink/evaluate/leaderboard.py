@@ -182,7 +182,7 @@ class Leaderboard:
         for (policy, budget), row in whole.items():
             if policy == FULL:
                 continue
-            right, low, high = row.accuracy
+            right, low, high = rounded(row.accuracy)  # to the digits of the pool: else equal shares differ
             own = Line(
                 policy=policy,
                 budget=budget,
@@ -223,7 +223,7 @@ class Leaderboard:
         for row in whole:
             if full is None or row.policy == FULL:
                 continue
-            right, low, high = row.accuracy
+            right, low, high = rounded(row.accuracy)  # as in `parts`
             found.append(
                 Point(
                     policy=row.policy,
@@ -233,7 +233,7 @@ class Leaderboard:
                     right_low=low,
                     right_high=high,
                     samples=row.samples,
-                    of_full=row.kv_bytes_peak / full.kv_bytes_peak,
+                    of_full=rounded(row.kv_bytes_peak) / rounded(full.kv_bytes_peak),
                 )
             )
         for one in _most_telling(beside):
@@ -442,7 +442,8 @@ def _cut(run: pooled.Run, places: Iterable[int]) -> pooled.Run:
     cut = replace(run, right=right)
     share = fsum(cut.shares) / len(cut.shares)
     low, high = bootstrap(cut.shares) or wilson(share, len(cut.shares))
-    return replace(cut, row={**run.row, "pass_at_1": share, "pass_at_1_low": low, "pass_at_1_high": high})
+    figures = rounded({"pass_at_1": share, "pass_at_1_low": low, "pass_at_1_high": high})
+    return replace(cut, row=run.row | figures)
 
 
 def _most_telling(beside: Iterable[pooled.Run]) -> list[pooled.Run]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from minithink.errors import counted
 from minithink.evaluate import plots
 from minithink.evaluate.intervals import wilson
 from minithink.evaluate.summary import Budget, budget_text, code
@@ -21,6 +22,7 @@ from minithink.results.files import rounded
 
 MARK = "●"  # before points of the front
 CHANGED = " †"
+ALIKE = 9  # distances that agree to so many decimals are equal: rounding leaves less
 OWN = "#D55E00"  # the colour of one's own points
 OTHERS = "#888888"
 HEADING = ["policy", "budget", "right", "bytes of full", "below the front"]
@@ -89,7 +91,6 @@ def together(datasets: Sequence[Sequence[Point]]) -> list[Point]:
 
 def said(points: Sequence[Point]) -> list[str]:
     """A sentence about each of one's own points. points: as `placed` gives them."""
-    nearest = sorted(points, key=lambda point: (point.below, not point.front))
     sentences = []
     for point in points:
         if not point.own:
@@ -102,10 +103,19 @@ def said(points: Sequence[Point]) -> list[str]:
         best = _best_within(points, point)
         sentences.append(
             f"{_named(point)} is **{100 * point.below:.1f} points below the front**: {figures}. {_named(best)} has "
-            f"{best.right:.1%} with {best.of_full:.1%}. By this distance it is number {nearest.index(point) + 1} of "
-            f"{len(points)}."
+            f"{best.right:.1%} with {best.of_full:.1%}. By this distance it is {_place(points, point)}."
         )
     return sentences
+
+
+def _place(points: Sequence[Point], point: Point) -> str:
+    """The place of a point that is not on the front, by its distance to it. Equal distances share a place."""
+    own = round(point.below, ALIKE)
+    others = [other for other in points if other is not point]
+    nearer = [other for other in others if other.front or round(other.below, ALIKE) < own]
+    equal = [other for other in others if not other.front and round(other.below, ALIKE) == own]
+    shared = f", together with {counted(len(equal), 'other')}" if equal else ""
+    return f"number {len(nearer) + 1} of {len(points)}{shared}"
 
 
 def _best_within(points: Iterable[Point], point: Point) -> Point:

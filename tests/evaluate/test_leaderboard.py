@@ -27,6 +27,7 @@ from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import Cell, Spec
 from minithink.evaluate.summary import Row, summarize
 from minithink.results import pooled
+from minithink.results.files import rounded
 from tests.evaluate.draw import record
 from tests.evaluate.run import evaluate, options
 from tests.own_policies import MINE, unloaded
@@ -308,6 +309,26 @@ def test_a_policy_gets_its_place_by_right_answers_and_bytes_among_all_budgets(bo
     assert "Without full among --policies there are no shares of its bytes, and no front." in text
 
 
+def test_a_committed_policy_that_is_run_again_gets_the_same_point(tmp_path: Path) -> None:
+    """The pool keeps five digits of a share and of bytes, so one's own numbers count with as many."""
+    settings = SETTINGS | {"limit": 3, "split": "test"}
+    records = [*records_of("full", None, "111", size=7654321), *records_of("window", 0.25, "110", size=1234567)]
+    rows = summarize(records)
+    lines = []
+    for policy, row in (("full", rows[0]), ("window", rows[1])):
+        assert row.policy == policy
+        line = committed([record for record in records if record.policy == policy], settings)
+        lines.append(replace(line, row=rounded(line.row)))
+    pool.add(tmp_path, lines)
+    board = Leaderboard(tmp_path)
+    run = Run(Path("x"), settings, [], records, [])
+    own, theirs = [point for point in standing.placed(board.points(run, rows)) if point.policy == "window"]
+    assert replace(own, own=False) == replace(theirs, own=False)
+    assert own.front
+    [part] = board.parts(run, rows)
+    assert [(line.policy, line.own) for line in part.lines] == [("full", False), ("window", True), ("window", False)]
+
+
 def test_the_picture_names_ones_own_policy(board: Leaderboard, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = board.draw(tmp_path, RUN, summarize(OWN))
@@ -380,6 +401,14 @@ def test_a_quick_look_cuts_the_answers_in_the_order_of_ids(quick_look: tuple[Lea
     window = next(one for one in board.same_setting(run.settings) if one.key["policy"] == "window")
     of_id = dict(zip(ids, "0111", strict=True))
     assert window.right == "".join(of_id[id] for id in sorted(ids[:2]))
+
+
+def test_equal_answers_are_equal_in_a_quick_look(quick_look: tuple[Leaderboard, Run]) -> None:
+    """Of three problems two are 0.66667 with the digits of the pool."""
+    board, _ = quick_look
+    own = [*of_problems("window", 0.25, "011"), *of_problems("full", None, "110")]
+    points = board.points(Run(Path("x"), of_limit(3), [], own, []), summarize(own))
+    assert [point.right for point in points if point.policy == "window"] == [0.66667, 0.66667]
 
 
 @pytest.mark.parametrize("changed", [{"problems": "other"}, {"limit": None}, {"limit": 5, "problems": "other"}])

@@ -46,6 +46,16 @@ def test_a_policy_below_the_front_is_told_who_is_above_it_and_its_place() -> Non
     )
 
 
+def test_equal_distances_share_a_place_whatever_rounding_leaves() -> None:
+    """0.2 − 0.1 and 0.6 − 0.5 differ in their last bit."""
+    ties = [point("early", 0.2, 0.1), point("within", 0.55, 0.5), point("far", 0.7, 0.1)]
+    places = standing.placed([*OTHERS, *ties, point("mine", 0.65, 0.5, own=True)])
+    distances = {place.policy: place.below for place in places}
+    assert distances["early"] != distances["mine"]
+    [sentence] = standing.said(places)
+    assert sentence.endswith(" By this distance it is number 4 of 8, together with 2 others.")
+
+
 def test_a_policy_on_the_front_is_told_whom_it_takes_off() -> None:
     [sentence] = standing.said(standing.placed([*OTHERS, point("mine", 0.4, 0.7, own=True)]))
     assert sentence == (
