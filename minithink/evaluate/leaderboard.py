@@ -378,11 +378,13 @@ class Leaderboard:
 
     def _said_of_problems(self, run: Run) -> list[str]:
         """A paragraph if the committed runs have more problems; else none."""
-        theirs = next((one.key for one in self.same_setting(run.settings)), run.settings)
-        if theirs["problems"] == run.settings["problems"]:
+        committed = self.same_setting(run.settings)[0]
+        if committed.key["problems"] == run.settings["problems"]:
             return []
+        pooled.need(committed, ("problems",), self.path)
+        mine = counted(run.settings["limit"], "problem")
         return [
-            f"**A quick look**: only {counted(run.settings['limit'], 'problem')} of {theirs['limit']}. The committed "
+            f"**A quick look**: only {mine} of {committed.row['problems']:,}. The committed "
             "policies' right answers and differences are of these problems, their bytes, tokens and texts that were "
             "cut off are of all. A share as a budget is of what the full cache generates for these problems, so the "
             "budgets are only nearly equal. Before you conclude anything, run all problems."

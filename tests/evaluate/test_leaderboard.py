@@ -403,6 +403,15 @@ def test_a_quick_look_cuts_the_answers_in_the_order_of_ids(quick_look: tuple[Lea
     assert window.right == "".join(of_id[id] for id in sorted(ids[:2]))
 
 
+def test_a_quick_look_says_how_many_problems_a_run_without_a_limit_has(tmp_path: Path) -> None:
+    every = load_dataset("facts", None, None)
+    records = [record(policy="window", budget=0.25, id=example.id, right=True, group="") for example in every]
+    pool.add(tmp_path, [committed(records, SETTINGS | {"split": "test", "limit": None, "problems": hash_of(every)})])
+    own = of_problems(MINE_TEXT, 0.25, "11")
+    text = Leaderboard(tmp_path).write(tmp_path, Run(Path("x"), of_limit(2), [], own, []), summarize(own))
+    assert f"**A quick look**: only 2 problems of {len(every):,}. The committed policies'" in text
+
+
 def test_equal_answers_are_equal_in_a_quick_look(quick_look: tuple[Leaderboard, Run]) -> None:
     """Of three problems two are 0.66667 with the digits of the pool."""
     board, _ = quick_look
