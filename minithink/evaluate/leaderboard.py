@@ -505,8 +505,8 @@ def as_markdown(parts: Sequence[Part], machines: str) -> str:
     """A table for each of one's own policies, and what the columns mean."""
     texts = []
     for part in parts:
-        budget = "" if part.budget is None else f" at {budget_text(part.budget)}"
-        texts.append(f"## {code(part.policy)}{budget} beside the committed policies")
+        name = standing.at_budget(code(part.policy), part.budget)
+        texts.append(f"## {name} beside the committed policies")
         lines = [["policy", "right", "yours minus it", "p", "tokens", "cut off", "bytes of full"]]
         lines.append(["---", *["---:"] * 6])
         lines += [_cells(line) for line in part.lines]
@@ -524,7 +524,7 @@ def as_markdown(parts: Sequence[Part], machines: str) -> str:
 
 def _cells(line: Line) -> list[str]:
     """A row of a table."""
-    name = f"**{code(line.policy)}**" if line.own else code(line.policy)
+    name = standing.in_cell(line.policy, line.own)
     if line.changed:
         name += " †"
     less = "–"

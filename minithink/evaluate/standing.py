@@ -98,12 +98,12 @@ def said(points: Sequence[Point]) -> list[str]:
         figures = f"{point.right:.1%} right with {point.of_full:.1%} of the full cache's bytes"
         if point.front:
             why = ", because nothing else has so few bytes" if point.of_full == points[0].of_full else ""
-            sentences.append(f"{_named(point)} is **on the front**{why}: {figures}.{_displaced(points, point)}")
+            sentences.append(f"{_starting(point)} is **on the front**{why}: {figures}.{_displaced(points, point)}")
             continue
         best = _best_within(points, point)
         sentences.append(
-            f"{_named(point)} is **{100 * point.below:.1f} points below the front**: {figures}. {_named(best)} has "
-            f"{best.right:.1%} with {best.of_full:.1%}. By this distance it is {_place(points, point)}."
+            f"{_starting(point)} is **{100 * point.below:.1f} points below the front**: {figures}. {_starting(best)} "
+            f"has {best.right:.1%} with {best.of_full:.1%}. By this distance it is {_place(points, point)}."
         )
     return sentences
 
@@ -135,8 +135,25 @@ def _displaced(points: Sequence[Point], point: Point) -> str:
 
 
 def _named(point: Point) -> str:
-    """A policy and its budget."""
-    return code(point.policy) + ("" if point.budget is None else f" at {budget_text(point.budget)}")
+    """A policy and its budget, and whose it is: committed policies can be run again."""
+    name = at_budget(code(point.policy), point.budget)
+    return f"your {name}" if point.own else name
+
+
+def _starting(point: Point) -> str:
+    """The same at the beginning of a sentence."""
+    name = _named(point)
+    return name[0].upper() + name[1:]
+
+
+def at_budget(name: str, budget: Budget) -> str:
+    """A policy's name with its budget: "window at 25 %"."""
+    return name if budget is None else f"{name} at {budget_text(budget)}"
+
+
+def in_cell(policy: str, own: bool) -> str:
+    """A policy in a table."""
+    return f"**{code(policy)}** (yours)" if own else code(policy)
 
 
 def front_table(points: Sequence[Point]) -> str:
@@ -152,11 +169,10 @@ def whole_table(points: Sequence[Point]) -> str:
 def _table(points: Iterable[Point]) -> str:
     lines = [HEADING, ["---", *["---:"] * 4]]
     for point in points:
-        name = f"**{code(point.policy)}**" if point.own else code(point.policy)
         mark = f"{MARK} " if point.front else ""
         lines.append(
             [
-                f"{mark}{name}{CHANGED if point.changed else ''}",
+                f"{mark}{in_cell(point.policy, point.own)}{CHANGED if point.changed else ''}",
                 budget_text(point.budget),
                 f"{point.right:.1%} ({point.right_low:.1%} to {point.right_high:.1%})",
                 f"{point.of_full:.1%}",
@@ -199,12 +215,11 @@ def draw(points: Sequence[Point], path: Path, title: str) -> None:
             linewidth=0.8,
         )
         for point, marker in zip(own, itertools.cycle(plots.MARKERS), strict=False):
-            name = point.policy if point.budget is None else f"{point.policy} at {budget_text(point.budget)}"
             axis.plot(
                 100 * point.of_full,
                 100 * point.right,
                 color=OWN,
-                label=plots.label_of(name),
+                label=plots.label_of(at_budget(point.policy, point.budget)),
                 linestyle="none",
                 marker=marker,
                 markersize=8,

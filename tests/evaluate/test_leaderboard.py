@@ -176,6 +176,7 @@ def test_code_that_has_changed_since_is_marked(tmp_path: Path) -> None:
     assert [name for name, line in lines.items() if line.changed] == ["rkv"]
     text = board.write(tmp_path, RUN, summarize(OWN))
     assert "| `rkv` † | 25.0% (" in text
+    assert "| **`mine.py:Mine`** (yours) | 75.0% (" in text
     assert "†: its code has changed" in text
 
 
@@ -275,12 +276,12 @@ def test_a_policy_of_ones_own_is_put_beside_the_committed_ones(
         capsys.readouterr()
         again = ["summary", str(tmp_path / "out"), "--leaderboard", str(tmp_path / "results")]
         assert main(again) == 0
-        assert "`mine.py:Mine` at 50 % is **on the front**" in capsys.readouterr().out
+        assert "Your `mine.py:Mine` at 50 % is **on the front**" in capsys.readouterr().out
         assert main([*again, "--at-bytes"]) == 2
         assert "--leaderboard and --at-bytes are two comparisons: give one" in capsys.readouterr().err
     text = (tmp_path / "out" / "leaderboard.md").read_text()
     first, second, whole = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
-    assert first.startswith("## Right answers by bytes (p.jsonl)\n\n`mine.py:Mine` at 50 % is **on the front**")
+    assert first.startswith("## Right answers by bytes (p.jsonl)\n\nYour `mine.py:Mine` at 50 % is **on the front**")
     assert second.startswith("## `mine.py:Mine` at 50 % beside the committed policies\n")
     assert whole.startswith("## All 4 by right answers and bytes\n")
     assert second + first.strip() in out
@@ -443,7 +444,7 @@ def test_runs_of_several_datasets_are_placed_by_their_means(tmp_path: Path) -> N
     lines.append(committed(records_of("rkv", 0.25, "1111"), SETTINGS | {"dataset": "a", "split": "test"}))
     pool.add(tmp_path, lines)
     text = Leaderboard(tmp_path).together(runs)
-    assert text.startswith("## Right answers by bytes (a, b)\n\n`mine.py:Mine` at 25 % is **on the front**")
+    assert text.startswith("## Right answers by bytes (a, b)\n\nYour `mine.py:Mine` at 25 % is **on the front**")
     assert "| `window` | 25 % | 50.0% (21.5% to 78.5%) | 25.0% | 50.0 |" in text
     assert "| `random` | 25 % | 25.0% (7.1% to 59.1%) |" in text, "it only lacks which answers were right"
     assert "rkv" not in text

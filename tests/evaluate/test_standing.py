@@ -41,7 +41,7 @@ def test_a_point_is_on_the_front_or_below_the_best_of_at_most_its_bytes() -> Non
 def test_a_policy_below_the_front_is_told_who_is_above_it_and_its_place() -> None:
     [sentence] = standing.said(standing.placed([*OTHERS, point("mine", 0.7, 0.5, own=True)]))
     assert sentence == (
-        "`mine` at 25 % is **10.0 points below the front**: 50.0% right with 70.0% of the full cache's bytes. "
+        "Your `mine` at 25 % is **10.0 points below the front**: 50.0% right with 70.0% of the full cache's bytes. "
         "`middle` at 25 % has 60.0% with 50.0%. By this distance it is number 4 of 5."
     )
 
@@ -59,16 +59,30 @@ def test_equal_distances_share_a_place_whatever_rounding_leaves() -> None:
 def test_a_policy_on_the_front_is_told_whom_it_takes_off() -> None:
     [sentence] = standing.said(standing.placed([*OTHERS, point("mine", 0.4, 0.7, own=True)]))
     assert sentence == (
-        "`mine` at 25 % is **on the front**: 70.0% right with 40.0% of the full cache's bytes. It takes `middle` at "
-        "25 % off it."
+        "Your `mine` at 25 % is **on the front**: 70.0% right with 40.0% of the full cache's bytes. It takes "
+        "`middle` at 25 % off it."
     )
 
 
 def test_the_fewest_bytes_are_on_the_front_whatever_is_right() -> None:
     [sentence] = standing.said(standing.placed([*OTHERS, point("mine", 0.05, 0.0, own=True)]))
     assert sentence.startswith(
-        "`mine` at 25 % is **on the front**, because nothing else has so few bytes: 0.0% right"
+        "Your `mine` at 25 % is **on the front**, because nothing else has so few bytes: 0.0% right"
     )
+
+
+def test_a_committed_policy_that_is_run_again_is_told_from_the_committed_one() -> None:
+    again = [point("middle", 0.4, 0.6, own=True), point("few", 0.3, 0.1, own=True)]
+    places = standing.placed([*OTHERS, *again])
+    first, second = standing.said(places)
+    assert first.startswith("Your `few` at 25 % is **10.0 points below the front**")
+    assert "`few` at 25 % has 20.0% with 10.0%." in first
+    assert second.startswith("Your `middle` at 25 % is **on the front**")
+    assert second.endswith(" It takes `middle` at 25 % off it.")
+    rows = standing.whole_table(places).splitlines()
+    assert [row.split(" | ")[0] for row in rows if "few" in row] == ["| ● `few`", "| **`few`** (yours)"]
+    _, worse = standing.said(standing.placed([again[0], point("more", 0.5, 0.5, own=True)]))
+    assert "bytes. Your `middle` at 25 % has 60.0% with 40.0%." in worse
 
 
 def test_the_table_of_the_front_has_ones_own_points_and_the_whole_one_all() -> None:
@@ -76,7 +90,7 @@ def test_the_table_of_the_front_has_ones_own_points_and_the_whole_one_all() -> N
     assert standing.front_table(places).splitlines()[2:] == [
         "| ● `few` | 25 % | 20.0% (20.0% to 20.0%) | 10.0% | 0.0 |",
         "| ● `middle` † | 25 % | 60.0% (60.0% to 60.0%) | 50.0% | 0.0 |",
-        "| **`mine`** | 25 % | 50.0% (50.0% to 50.0%) | 70.0% | 10.0 |",
+        "| **`mine`** (yours) | 25 % | 50.0% (50.0% to 50.0%) | 70.0% | 10.0 |",
         "| ● `full` | 25 % | 90.0% (90.0% to 90.0%) | 100.0% | 0.0 |",
     ]
     rows = standing.whole_table(places).splitlines()[2:]
