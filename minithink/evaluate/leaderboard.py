@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain
 from math import fsum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped, unwritable
 from minithink.evaluate import journal, standing, summary
@@ -90,6 +90,18 @@ class Part:
     lines: list[Line]
 
 
+class Figures(TypedDict):
+    """What a line and a point say of a committed run alike: fields of both."""
+
+    policy: str
+    budget: Budget
+    own: bool
+    right: float
+    right_low: float
+    right_high: float
+    changed: bool
+
+
 class Leaderboard:
     """The committed runs, and a run's place among them."""
 
@@ -102,6 +114,7 @@ class Leaderboard:
                 f"{self.path} holds no committed results: give --leaderboard DIR, the folder docs/results of a "
                 "checkout."
             )
+        self._beside = dict[str, list[pooled.Run]]()  # what `same_setting` has found, by the setting
 
     def check(self, settings: Mapping[str, Any], cells: Iterable[Cell]) -> None:
         """Refuse a run that has nothing beside it, before anything is generated.
@@ -139,6 +152,13 @@ class Leaderboard:
     def same_setting(self, settings: Mapping[str, Any]) -> list[pooled.Run]:
         """The committed runs of the same weights, problems and draws; of runs on more problems only the answers to
         these. UsageError: there are none; the message names what differs from those that are nearest."""
+        asked = dumps({"limit": settings.get("limit"), **_setting_of(settings)})
+        if asked not in self._beside:
+            self._beside[asked] = self._look_up(settings)
+        return self._beside[asked]
+
+    def _look_up(self, settings: Mapping[str, Any]) -> list[pooled.Run]:
+        """The same, from all that is committed."""
         mine = _setting_of(settings)
         answers = [run for run in self.runs if journal.INSTRUMENT not in run.key]
         found = [run for run in answers if _setting_of(run.key) == mine]
@@ -239,21 +259,19 @@ class Leaderboard:
         for one in _most_telling(beside):
             if their_full is None or _has_oracle(one.key["policy"]):
                 continue
-            pooled.need(one, (*NEEDED, "samples"), self.path)
+            pooled.need(one, ("samples",), self.path)
             found.append(
                 Point(
-                    policy=one.key["policy"],
-                    budget=one.key["budget"],
-                    own=False,
-                    right=one.row["pass_at_1"],
-                    right_low=one.row["pass_at_1_low"],
-                    right_high=one.row["pass_at_1_high"],
+                    **self._figures_of(one),
                     samples=len(one.right) or one.row["samples"],
                     of_full=one.row["kv_bytes_peak"] / their_full.row["kv_bytes_peak"],
-                    changed=one.state == "stale",
                 )
             )
         return found
+
+    def places(self, run: Run, rows: Sequence[Row]) -> list[Point]:
+        """The points of a finished run and their places. Arguments and errors: as of `parts`."""
+        return standing.placed(self.points(run, rows))
 
     def together(self, runs: Sequence[Run]) -> str:
         """Where the policies of finished runs stand, in Markdown: by means over the runs, which have a dataset each.
@@ -293,20 +311,26 @@ class Leaderboard:
         parts += [f"## All {len(places)}", standing.whole_table(places)]
         return "\n\n".join(parts) + "\n"
 
+    def _figures_of(self, run: pooled.Run) -> Figures:
+        """Of a committed run. MinithinkError: it lacks a number."""
+        pooled.need(run, NEEDED, self.path)
+        return {
+            "policy": run.key["policy"],
+            "budget": run.key["budget"],
+            "own": False,
+            "right": run.row["pass_at_1"],
+            "right_low": run.row["pass_at_1_low"],
+            "right_high": run.row["pass_at_1_high"],
+            "changed": run.state == "stale",
+        }
+
     def _line(self, run: pooled.Run, full: pooled.Run | None, own: Sequence[Record]) -> Line:
         """A committed run beside one's own records, which are in order. full: the committed run of the full cache."""
-        pooled.need(run, NEEDED, self.path)
         line = Line(
-            policy=run.key["policy"],
-            budget=run.key["budget"],
-            own=False,
-            right=run.row["pass_at_1"],
-            right_low=run.row["pass_at_1_low"],
-            right_high=run.row["pass_at_1_high"],
+            **self._figures_of(run),
             generated_mean=run.row["generated_mean"],
             cut_off=run.row["cut_off"],
             of_full=None if full is None else run.row["kv_bytes_peak"] / full.row["kv_bytes_peak"],
-            changed=run.state == "stale",
         )
         has_answer = all(record.finish_reason != NON_FINITE for record in own)
         if not has_answer or len(own) != len(run.right):  # "": which were right was not kept
@@ -322,15 +346,20 @@ class Leaderboard:
             p=mcnemar([share == 1 for share in mine], [share == 1 for share in theirs]),
         )
 
-    def write(self, folder: Path, run: Run, rows: Sequence[Row]) -> str:
+    def write(self, folder: Path, run: Run, rows: Sequence[Row], places: Sequence[Point]) -> str:
         """Write leaderboard.json and leaderboard.md → what a terminal shows: the same without the table of all
-        points, and what matters most at the end. Arguments: as of `parts`.
+        points, and what matters most at the end.
+
+        Args:
+            folder: of the files.
+            run: the run, with its records.
+            rows: its summary.
+            places: of `places`.
 
         Raises:
             MinithinkError: a file cannot be written, or a committed run lacks a number.
         """
         parts = self.parts(run, rows)
-        places = standing.placed(self.points(run, rows))
         look = self._said_of_problems(run)
         if any(place.own for place in places):
             own = [*_standing_parts(places, _dataset_of(run)), BY_BYTES]
@@ -351,13 +380,12 @@ class Leaderboard:
             raise unwritable("The leaderboard", folder, error, "--output-dir") from None
         return f"{second}\n{first}All {len(places)} by right answers and bytes: {folder / 'leaderboard.md'}\n"
 
-    def draw(self, folder: Path, run: Run, rows: Sequence[Row]) -> Path | None:
-        """Draw leaderboard.svg → where it is; None: no policy of the run can be placed. Arguments: as of `parts`.
+    def draw(self, folder: Path, run: Run, places: Sequence[Point]) -> Path | None:
+        """Draw leaderboard.svg → where it is; None: no policy of the run can be placed. Arguments: as of `write`.
 
         Raises:
-            MinithinkError: matplotlib is missing, the file cannot be written, or a committed run lacks a number.
+            MinithinkError: matplotlib is missing, or the file cannot be written.
         """
-        places = standing.placed(self.points(run, rows))
         if not any(place.own for place in places):
             return None
         path = folder / "leaderboard.svg"

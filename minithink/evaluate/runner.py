@@ -708,9 +708,10 @@ def finish(folder: Path, rows: list[Row]) -> None:
 def show_places(board: Leaderboard, folder: Path, rows: list[Row]) -> None:
     """Write and print the leaderboard of a finished run, and draw it."""
     finished = read(folder)
-    print(board.write(folder, finished, rows), end="", flush=True)
+    places = board.places(finished, rows)
+    print(board.write(folder, finished, rows, places), end="", flush=True)
     try:
-        path = board.draw(folder, finished, rows)
+        path = board.draw(folder, finished, places)
     except MinithinkError as error:
         _say(f"no picture of the leaderboard: {error}")
         return

@@ -18,7 +18,7 @@ from minithink.bench.answers.sweep import digit_of
 from minithink.checkpoint.weights import checkpoint_hash
 from minithink.engine import TINY
 from minithink.errors import NON_FINITE, MinithinkError, UsageError
-from minithink.evaluate import standing
+from minithink.evaluate import leaderboard, standing
 from minithink.evaluate.__main__ import main
 from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.journal import INSTRUMENT, Record, Run, read
@@ -108,6 +108,12 @@ def only(parts: list[Part]) -> dict[str, Line]:
     return {line.policy: line for line in part.lines}
 
 
+def written(board: Leaderboard, run: Run) -> str:
+    """What a terminal shows of a run. The files lie beside the pool."""
+    rows = summarize(run.records)
+    return board.write(board.path.parent, run, rows, board.places(run, rows))
+
+
 def test_every_committed_policy_of_the_setting_is_compared_problem_by_problem(board: Leaderboard) -> None:
     """Runs of other budgets, draws and policies without a budget are left out, but for the full cache."""
     lines = only(board.parts(RUN, summarize(OWN)))
@@ -174,7 +180,7 @@ def test_code_that_has_changed_since_is_marked(tmp_path: Path) -> None:
     board = Leaderboard(tmp_path)
     lines = only(board.parts(RUN, summarize(OWN)))
     assert [name for name, line in lines.items() if line.changed] == ["rkv"]
-    text = board.write(tmp_path, RUN, summarize(OWN))
+    text = written(board, RUN)
     assert "| `rkv` † | 25.0% (" in text
     assert "| **`mine.py:Mine`** (yours) | 75.0% (" in text
     assert "†: its code has changed" in text
@@ -210,7 +216,7 @@ def test_equal_problems_and_other_machines_are_the_same_setting(board: Leaderboa
     """`limit` decides nothing where it leaves out no problem. A sentence names the machines."""
     other = {"limit": None, "dtype": "bfloat16", "device": "cuda", "backend": "triton", "schedule": "every"}
     board.check(SETTINGS | other, [Cell(Spec("full"), None), Cell(Spec("window"), 0.25)])
-    text = board.write(board.path.parent, replace(RUN, settings=SETTINGS | other), summarize(OWN))
+    text = written(board, replace(RUN, settings=SETTINGS | other))
     assert "The committed runs were made on NVIDIA H200 in float32, this one on cuda in bfloat16" in text
 
 
@@ -306,7 +312,7 @@ def test_a_policy_gets_its_place_by_right_answers_and_bytes_among_all_budgets(bo
     assert (rkv.own, rkv.right, rkv.of_full, rkv.samples) == (False, 0.25, 0.25, 4)
     alone = [record for record in OWN if record.policy == MINE_TEXT]
     assert {point.own for point in board.points(RUN, summarize(alone))} == {False}, "bytes of what?"
-    text = board.write(board.path.parent, RUN, summarize(alone))
+    text = written(board, replace(RUN, records=alone))
     assert "Without full among --policies there are no shares of its bytes, and no front." in text
 
 
@@ -332,13 +338,13 @@ def test_a_committed_policy_that_is_run_again_gets_the_same_point(tmp_path: Path
 
 def test_the_picture_names_ones_own_policy(board: Leaderboard, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = board.draw(tmp_path, RUN, summarize(OWN))
+    path = board.draw(tmp_path, RUN, board.places(RUN, summarize(OWN)))
     assert path == tmp_path / "leaderboard.svg"
     text = path.read_text()
     for part in ("mine.py:Mine at 25 %", "facts: right answers by bytes", "the front", "committed policies"):
         assert f">{part}" in text, part
     alone = [record for record in OWN if record.policy == MINE_TEXT]
-    assert board.draw(tmp_path, RUN, summarize(alone)) is None, "bytes of what?"
+    assert board.draw(tmp_path, RUN, board.places(RUN, summarize(alone))) is None, "bytes of what?"
 
 
 def test_an_oracle_is_no_point_of_the_front(tmp_path: Path) -> None:
@@ -390,7 +396,7 @@ def test_fewer_problems_are_a_quick_look_at_the_answers_to_these(quick_look: tup
     assert lines["window"].less == 0.5
     points = {point.policy: point for point in board.points(run, summarize(run.records))}
     assert (points["window"].right, points["window"].samples) == (0.5, 2)
-    text = board.write(board.path.parent, run, summarize(run.records))
+    text = written(board, run)
     assert "**A quick look**: only 2 problems of 4." in text
 
 
@@ -409,8 +415,27 @@ def test_a_quick_look_says_how_many_problems_a_run_without_a_limit_has(tmp_path:
     records = [record(policy="window", budget=0.25, id=example.id, right=True, group="") for example in every]
     pool.add(tmp_path, [committed(records, SETTINGS | {"split": "test", "limit": None, "problems": hash_of(every)})])
     own = of_problems(MINE_TEXT, 0.25, "11")
-    text = Leaderboard(tmp_path).write(tmp_path, Run(Path("x"), of_limit(2), [], own, []), summarize(own))
+    text = written(Leaderboard(tmp_path), Run(Path("x"), of_limit(2), [], own, []))
     assert f"**A quick look**: only 2 problems of {len(every):,}. The committed policies'" in text
+
+
+def test_the_committed_runs_beside_a_run_are_looked_up_once(
+    quick_look: tuple[Leaderboard, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quick look draws intervals for each of them. Another setting is looked up by itself."""
+    board, run = quick_look
+    drawn = []
+
+    def counted(shares: list[float]) -> tuple[float, float]:
+        drawn.append(shares)
+        return 0.0, 1.0
+
+    monkeypatch.setattr(leaderboard, "bootstrap", counted)
+    board.check(run.settings, [Cell(Spec("window"), 0.25)])
+    written(board, run)
+    assert len(drawn) == 2, "full and window"
+    board.check(of_limit(3), [Cell(Spec("window"), 0.25)])
+    assert len(drawn) == 4
 
 
 def test_equal_answers_are_equal_in_a_quick_look(quick_look: tuple[Leaderboard, Run]) -> None:
