@@ -1043,6 +1043,21 @@ def test_policies_that_read_text_and_calibrations_do_as_in_the_engine(text: str,
     assert report.evicted == stream.result.kv_evicted > 0 or text == "seal"
 
 
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.v_proj.weight", "model.norm.weight"])
+def test_a_calibration_of_another_model_is_refused(name: str, tiny: Any) -> None:
+    """It may have equal shapes. Other float types make no other model."""
+    for dtype in (torch.float16, torch.bfloat16):
+        hf.cache(copy.deepcopy(tiny).to(dtype), "seal", folder=TINY)
+        hf.cache(copy.deepcopy(tiny).to(dtype).float(), "seal", folder=TINY)
+    other = copy.deepcopy(tiny)
+    other.get_parameter(name).mul_(1.01)
+    said = rf"steering\.safetensors, and that folder has the weights of another model \({name} differs\): give the"
+    for options in ({"folder": TINY}, {}):
+        with pytest.raises(UsageError, match=said):
+            hf.cache(other, "seal", **options)
+    hf.cache(other, "window:budget=9", folder=TINY)
+
+
 def test_the_page_s_example_on_the_embedded_model(monkeypatch, capsys):
     """It runs in the root of a checkout. Which tokens come may depend on the machine, so lengths are not compared."""
     root = Path(__file__).parents[1]

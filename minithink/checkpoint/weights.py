@@ -17,7 +17,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -259,6 +259,51 @@ def checkpoint_hash(folder: str | Path) -> str:
         except OSError as error:
             raise MinithinkError(f"{path} cannot be read: {reason(error)}.") from None
     return digest.hexdigest()[:16]
+
+
+def other_value(folder: str | Path, parameters: Mapping[str, Tensor]) -> str:
+    """The name of a parameter that a checkpoint stores with other numbers; "": there is none.
+
+    Of a matrix its first row is compared, which takes no time and tells models apart: training changes all rows. What
+    either side lacks or has in another shape or as no ordinary float tensor is skipped: it may be quantized. Rounding
+    to a float type on the way makes no other model.
+
+    Args:
+        folder: of the checkpoint.
+        parameters: of a model, by the names of `tensors_of`.
+
+    Raises:
+        MinithinkError: the folder has no weights, or they cannot be read.
+    """
+    entries, _ = _with_our_prefix(_entries(Path(folder)))
+    for name, parameter in parameters.items():
+        entry = entries.get(name)
+        if entry is None or entry.stored not in DTYPES or entry.shape != parameter.shape:
+            continue
+        is_plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+        if not is_plain or parameter.dtype not in DTYPES.values():
+            continue
+        if not _was_rounded_to(_first_row(entry), parameter.detach()):
+            return name
+    return ""
+
+
+def _first_row(entry: Entry) -> Tensor:
+    """The first row of a stored matrix, and all of a vector."""
+    try:
+        with safe_open(entry.path, framework="pt") as file:
+            if len(entry.shape) < 2:
+                return file.get_tensor(entry.name)
+            return file.get_slice(entry.name)[:1]
+    except (SafetensorError, OSError) as error:
+        raise MinithinkError(f"{entry.path} cannot be read ({reason(error)}): download it again.") from None
+
+
+def _was_rounded_to(stored: Tensor, parameter: Tensor) -> bool:
+    """Whether the first row of a parameter is a stored one, perhaps by way of one float type."""
+    own = parameter[: len(stored)].cpu()
+    ways = (stored.dtype, torch.float32, torch.float16, torch.bfloat16)
+    return any(torch.equal(stored.to(way).to(own.dtype), own) for way in ways)
 
 
 def resolve(path_or_id: str, revision: str | None = None) -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from minithink.checkpoint import calibration as files
+from minithink.checkpoint.weights import MODEL, other_value
 from minithink.config import ARCHITECTURES, ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted
 from minithink.kv import checks
@@ -73,7 +74,7 @@ class Known:
         """The values of this model's calibration file of that name.
 
         Raises:
-            UsageError: the folder is not known.
+            UsageError: the folder is not known, or its weights are those of another model.
             MinithinkError: the file is missing, is about another model, or cannot be read.
         """
         if self.folder is None:
@@ -81,7 +82,20 @@ class Known:
                 f"The policy reads {name}, and the folder of the checkpoint is not known: give "
                 "minithink.hf.cache(…, folder=…)."
             )
-        return files.read(folder=self.folder, name=name, model=self.folder, spoken=str(self.folder))
+        found = files.read(folder=self.folder, name=name, model=self.folder, spoken=str(self.folder))
+        if self._other_value:
+            raise UsageError(
+                f"The policy reads {self.folder / name}, and that folder has the weights of another model "
+                f"({self._other_value} differs): give the folder of this model's checkpoint."
+            )
+        return found
+
+    @cached_property
+    def _other_value(self) -> str:
+        """The name of a parameter that the folder has with other numbers; "": there is none."""
+        assert self.folder is not None
+        parameters = {MODEL + name: parameter for name, parameter in self.decoder.named_parameters()}
+        return other_value(self.folder, parameters)
 
     def tokens_of(self, policy: Policy, size: ByteSize) -> int:
         """The tokens that so many bytes hold with this model under a policy. UsageError: they hold none."""

@@ -199,6 +199,29 @@ def test_hash(layout: str, request: pytest.FixtureRequest) -> None:
     assert checkpoint_hash(folder) != first
 
 
+@pytest.mark.parametrize("layout", ["folder", "sharded"])
+def test_a_parameter_with_other_numbers_is_named(layout: str, request: pytest.FixtureRequest) -> None:
+    where = request.getfixturevalue(layout)
+    own = {name: torch.nn.Parameter(value) for name, value in tensors_of(load_decoder(where)).items()}
+    assert weights.other_value(where, own) == ""
+    rounded = {name: torch.nn.Parameter(value.half().float()) for name, value in own.items()}
+    assert weights.other_value(where, rounded) == ""
+    for name, value in own.items():
+        assert weights.other_value(where, own | {name: torch.nn.Parameter(value * 1.01)}) == name
+
+
+def test_a_parameter_that_may_be_quantized_is_no_other_one(folder: Path) -> None:
+    value = tensors_of(load_decoder(folder))[Q0] + 1
+    assert weights.other_value(folder, {Q0: torch.nn.Parameter(value)}) == Q0
+
+    class Packed(torch.nn.Parameter):
+        pass
+
+    for other in (Packed(value), value.to(torch.int8), torch.nn.Parameter(value[1:])):
+        assert weights.other_value(folder, {Q0: other}) == ""
+    assert weights.other_value(folder, {"base_model.q_proj.weight": torch.nn.Parameter(value)}) == ""
+
+
 def test_saved_decoder_runs_the_same(folder: Path) -> None:
     want = prompt_logits(random_decoder(example_config()), TOKENS)
     assert_same("logits", prompt_logits(load_decoder(folder), TOKENS), want)
