@@ -61,6 +61,7 @@ def config(tokenizer):
     return train.model_config(tokenizer.vocab_size, layers=2, width=64)
 
 
+LONGEST = 240  # seconds until a test that hangs fails
 TWO = {"rank": 0, "size": 2, "device": torch.device("cpu")}  # a team of two processes, without a second one
 
 
@@ -114,6 +115,23 @@ def test_an_interrupted_run_resumes_to_the_same_weights(tmp_path, config, monkey
     assert not (parts / "progress.safetensors").exists()
 
 
+@pytest.fixture
+def limited():
+    """A test that waits for a process that has died fails. It takes seconds if it does not wait."""
+
+    def waited(*args):
+        raise TimeoutError(f"{LONGEST} seconds are over")
+
+    before = signal.signal(signal.SIGALRM, waited)
+    signal.alarm(LONGEST)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    for worker in multiprocessing.active_children():  # pytest would wait for it in the end
+        worker.kill()
+
+
+@pytest.mark.usefixtures("limited")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_leaves_those_that_draw(tmp_path, config, monkeypatch, number):
     """`timeout` sends one to the whole group, and the process that trains saves the run meanwhile."""
