@@ -136,7 +136,9 @@ def test_first_cell_installs_the_checkout_and_nothing_else(monkeypatch: pytest.M
     for folder, wanted in (("checkout", "."), ("checkout/tutorials", "..")):
         monkeypatch.chdir(tmp_path / folder)
         command = [sys.executable, "-m", "pip", "install", "-q", "-e", f"{wanted}[tutorials]"]
+        monkeypatch.setattr(sys, "path", [])
         assert installed(monkeypatch) == [command]
+        assert sys.path == [str(tmp_path / "checkout")], "an editable install is found by later processes alone"
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="Clone minithink's repository first"):
         installed(monkeypatch)

@@ -33,6 +33,7 @@ except ImportError:  # a new machine: install the checkout around this notebook
     root = next((path for path in (".", "..") if os.path.isfile(f"{path}/minithink/engine.py")), None)
     assert root, "Clone minithink's repository first, and open this notebook in its folder tutorials."
     subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", "-e", f"{root}[tutorials]"])
+    sys.path.insert(0, os.path.abspath(root))  # pip tells only processes that start later
 
 # %%
 import matplotlib.pyplot as plt
