@@ -220,9 +220,9 @@ def own_steps_of(one: Transfer, model: str, weights: str, where: Path) -> dict[s
     found["milliseconds"] = {(m["policy"], m["budget"]): m["step_milliseconds"] for m in result["measurements"]}
     size = result["settings"]
     found["said"] = (
-        f"Step: {size['batch']} sequences of this model, random prompts of {size['prompt_tokens']:,} tokens, the "
-        f"row's share of {size['tokens']:,} tokens, the mean of {size['steps']:,} steps in the middle: "
-        f"{said_of_source(result)} ({path.name})"
+        f"Step: {size['batch']} sequences of this model in {size['dtype']}, random prompts of "
+        f"{size['prompt_tokens']:,} tokens, the row's share of {size['tokens']:,} tokens, the mean of "
+        f"{size['steps']:,} steps in the middle: {said_of_source(result)} ({path.name})"
     )
     return found
 

@@ -303,6 +303,7 @@ def test_steps_of_the_model_itself_are_shown_at_their_budget(tmp_path: Path) -> 
     step = {"policy": TEXTS["h2o"], "budget": 0.25, "step_milliseconds": 3.456}
     weights = result_of(runs_of(), tmp_path)["weights"]
     settings = {"weights": weights, "batch": 64, "prompt_tokens": 512, "tokens": 1600, "steps": 256}
+    settings["dtype"] = "float32"
     about = ABOUT | {"benchmark": "model-steps", "complete": True, "embedded_model": "00", "measurements": [step]}
     path = tmp_path / "backbone-steps.json"
     record.write(path, about | {"settings": settings})
@@ -310,7 +311,7 @@ def test_steps_of_the_model_itself_are_shown_at_their_budget(tmp_path: Path) -> 
     assert lines[0].endswith(" | loss | step | 8B step |")
     assert line_of(lines, "h2o", "25 %").endswith(" | 3.46 ms | – |")
     assert line_of(lines, "h2o", "50 %").endswith(" | – | – |")
-    assert "Step: 64 sequences of this model, random prompts of 512 tokens" in "\n".join(lines)
+    assert "Step: 64 sequences of this model in float32, random prompts of 512 tokens" in "\n".join(lines)
     record.write(path, about | {"settings": settings | {"weights": "of the embedded one"}})
     lines = lines_of(result_of(runs_of(), tmp_path))
     assert lines[0].endswith(" | loss | 8B step |")

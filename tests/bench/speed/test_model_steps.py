@@ -60,6 +60,14 @@ def test_steps_around_the_middle_are_timed(monkeypatch: pytest.MonkeyPatch) -> N
     assert [len(s.tokens) for s in streams[0].sequences] == [n + 4 for n in begun]
 
 
+def test_the_first_pass_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([9.0, 0.5, 8.0, 0.25])
+    monkeypatch.setattr(model_steps, "step_seconds", lambda *_: next(seconds))
+    path = tmp_path / "steps.json"
+    assert main(["model-steps", *SMALL, "--policies", "window", "--budgets", "0.25", "--output", str(path)]) == 0
+    assert [m["step_milliseconds"] for m in json.loads(path.read_text())["measurements"]] == [500.0, 250.0]
+
+
 def test_fewer_steps_than_asked_for_are_no_time() -> None:
     with pytest.raises(MinithinkError, match="not all of 2 sequences took 3 steps"):
         model_steps._take(iter([2, 2]), 3, 2)
