@@ -57,10 +57,15 @@ PROGRAMS = {
     # codes of the fast path, for many lanes
     "many": _CODES,
     "many nvfp4": _CODES._replace(registers=0),  # it gains more by registers than by more programs at a time
-    "many wide": _CODES._replace(registers=168),  # where scales, masks or tables take more registers
+    # Where scales, masks or tables take more registers; and codes of 8 bits, whose shared memory has no room for more
+    # than 12 programs at a time anyway.
+    "many wide": _CODES._replace(registers=168),
+    "many widest": _CODES._replace(registers=224),  # 8 bits, keys by token: shared memory has room for 9
     # the same for few lanes
     "few": Program(128, 4, 2),
-    "few of eight": Program(64, 2, 5, registers=128, swapped=True),  # words of eight codes: blocks of 128 take longer
+    # Words of eight codes: blocks of 128 take longer. Registers have no limit: with 128 of them a thread spilled up
+    # to 944 bytes (int2, keys by token, Triton 3.6), and few lanes seldom need more programs at a time.
+    "few of eight": Program(64, 2, 5, swapped=True),
     # Words of 24 bits are not loaded ahead: each lies in two int32, and would take 35 KiB of shared memory.
     "24 bits": _CODES._replace(stages=1, registers=168),
 }
@@ -90,8 +95,12 @@ def _program_name(c: Cache, k: Half, v: Half, lanes: int) -> str:
         return "24 bits"
     if lanes < MANY_LANES:
         return "few of eight" if k.planes == 8 else "few"
+    if k.by_token and k.bits == 8:
+        return "many widest"
     # Keys by token have a scale for each channel, words behind a token's last one have masks, TurboQuant has tables.
-    if k.by_token or k.words != k.block or v.words != v.block or is_rotated(k.kind) or is_rotated(v.kind):
+    masked = k.words != k.block or v.words != v.block
+    rotated = is_rotated(k.kind) or is_rotated(v.kind)
+    if k.by_token or masked or rotated or 8 in (k.bits, v.bits):
         return "many wide"
     return "many nvfp4" if k.kind == "nvfp4" else "many"
 

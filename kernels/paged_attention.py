@@ -764,7 +764,7 @@ _SIGNATURE = {
 
 
 def variants() -> Iterator[Variant]:
-    """bfloat16 models, the formats that policies use, for many lanes and for few."""
+    """bfloat16 models, all formats with a fast path, for many lanes and for few."""
     shapes = (64, 512, False), (96, 8, False), (128, 512, False), (128, 512, True), (128, 8, True)
     for dim, lanes, converts in shapes:
         halves = _halves(dim, converts)
@@ -786,8 +786,7 @@ def _halves(dim: int, converts: bool) -> list[tuple[Half, Half, str, str]]:
     plain = example("plain", 16, dim, fast=False)
     nvfp4 = example("nvfp4", 4, dim)
     ternary = example("ternary", 2, dim)
-    int4 = example("int", 4, dim)
-    int2 = example("int", 2, dim)
+    int8, int4, int2 = (example("int", bits, dim)._replace(group=32) for bits in (8, 4, 2))
     slow_int2 = example("int", 2, dim, fast=False)
     fp8 = example("fp8", 8, dim)
     tq4, tq3, tq2 = (example("tq-unbiased", bits, dim) for bits in (4, 3, 2))
@@ -798,8 +797,12 @@ def _halves(dim: int, converts: bool) -> list[tuple[Half, Half, str, str]]:
         (example("nvfp4", 4, dim, by_token=True), nvfp4, "*i16", "*u8"),
         (ternary, ternary, "*i16", "*u8"),
         (example("ternary", 2, dim, by_token=True), ternary, "*i16", "*u8"),
+        (int8, int8, "*i16", "*i32"),
+        (int8._replace(by_token=True), int8, "*i16", "*i32"),
         (int4, int4, "*i16", "*i32"),
-        (example("int", 2, dim, by_token=True), int2, "*i16", "*i32"),
+        (int4._replace(by_token=True), int4, "*i16", "*i32"),
+        (int2, int2, "*i16", "*i32"),
+        (int2._replace(by_token=True), int2, "*i16", "*i32"),
         (example("int", 2, dim, by_token=True, fast=False), slow_int2, "*u8", "*fp16"),
         (fp8, fp8, "*i16", "*u8"),
         (tq4, tq4, "*i16", "*fp16"),
