@@ -1,11 +1,20 @@
-"""Compile every kernel for the GPUs that it claims, without one: what the interpreter lets pass may not compile."""
+"""Compile every kernel for the GPUs that it claims, without one: what the interpreter lets pass may not compile.
+
+A thread that needs more registers than it may have *spills*: it keeps numbers in memory and reads them again, which
+can take longer than everything else that the kernel does. `cuobjdump`, which comes with Triton, says how many bytes
+of memory each thread has. For sm_90, which the kernels are tuned for, more than ALLOWED are an error, except for the
+kernels of SPILLING. Other versions of Triton spill more or less: `--any-spills` prints the bytes and accepts them.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -16,10 +25,36 @@ from minithink.cli.commands import natural
 from minithink.errors import UsageError, alternatives, counted, quoted
 
 ARCHITECTURES = (80, 90)
+TUNED = 90  # spills are an error here
+ALLOWED = 32  # bytes that a thread may spill
+
+# Known exceptions by `title`: the most bytes that a thread spills with Triton 3.8, and why.
+_LIMITED = "the limit was measured on an H200 with Triton 3.6, with which a thread spills at most 48 bytes"
+_LARGE = "a thread would need more than the 255 registers that it can have"
+_PLAIN = "the path for tq1, and for words that are misaligned, decodes each code by itself, all planes at once"
+SPILLING = {
+    "append._append": (40, "ptxas stops at 64 registers by itself; only with D = 96 and 6 query heads"),
+    "linear._few_rows": (104, _LARGE),
+    "paged_attention._attend, int 4, maxnreg 128": (80, _LIMITED),
+    "paged_attention._attend, nvfp4 4, by token, maxnreg 168": (128, _LIMITED),
+    "paged_attention._attend, tq-unbiased 4, maxnreg 168": (40, _LIMITED),
+    "paged_attention._attend, tq-unbiased 1, slow": (208, _PLAIN),
+    "paged_attention._attend, tq-unbiased 3, slow": (1488, _PLAIN),
+    "paged_attention._attend, tq-unbiased 4, slow": (4272, _PLAIN + "; ptxas takes only 32 registers"),
+    "running_redundancy._match": (216, _LARGE),
+    "survivors._survive, fp8 8, slow": (88, _LARGE),
+    "survivors._survive, plain 16, slow": (40, _LARGE),
+    "survivors._survive, ternary 2, by token, slow": (80, _LARGE),
+    "survivors._survive, tq-unbiased 2, slow": (56, _LARGE),
+    "survivors._survive, tq-unbiased 4, slow": (288, _LARGE),
+    "window_importance._logits": (584, _LARGE),
+    "window_peak._logits": (208, _LARGE),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="KERNEL", help="modules of kernels/ (default: all)")
+    parser.add_argument("--any-spills", action="store_true", help="accept kernels that spill registers")
     parser.add_argument("--arch", type=natural, action="append", metavar="SM", help="80 or 90 (default: both)")
 
 
@@ -32,7 +67,7 @@ def modules() -> list[str]:
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Exit code 1 if anything did not compile."""
+    """Exit code 1 if anything did not compile, or spills more than it may."""
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels: unset it to compile them.")
     unknown = [name for name in args.names if name not in modules()]
@@ -42,28 +77,70 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     failed = 0
     # processes that begin anew: what this one has loaded need not survive a fork
     with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for said, errors in pool.map(check, *zip(*pairs, strict=True)):
+        for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
             print(said, flush=True)
+            errors = errors if args.any_spills else errors + spills
             print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
             failed += len(errors)
     if failed:
-        print(f"{counted(failed, 'variant')} did not compile.", file=sys.stderr)
+        print(f"{counted(failed, 'variant')} did not compile, or spilled too many registers.", file=sys.stderr)
     return int(failed > 0)
 
 
-def check(name: str, arch: int) -> tuple[str, list[str]]:
-    """Compile a module's variants: what there is to say of all of them, and of those that do not compile."""
+def check(name: str, arch: int) -> tuple[str, list[str], list[str]]:
+    """Compile a module's variants: what there is to say of all of them, of those that do not compile, and of those
+    that spill more than they may."""
     variants = importlib.import_module(f"minithink.kernels.{name}").variants()
     fitting = [variant for variant in variants if variant.arch <= arch]
     errors = list[str]()
+    spills = list[str]()
     shared = 0
+    most = 0
     for variant in fitting:
         try:
-            shared = max(shared, compiled(variant, arch).metadata.shared)
+            made = compiled(variant, arch)
         except Exception as error:  # whatever the compiler raises is the finding
             errors.append(f"{name} sm_{arch} {variant.constexprs}: {error}")
+            continue
+        shared = max(shared, made.metadata.shared)
+        spilled = spilled_bytes(made.asm["cubin"])
+        most = max(most, spilled)
+        titled = title(name, variant)
+        allowed, _ = SPILLING.get(titled, (ALLOWED, ""))
+        if arch == TUNED and spilled > allowed:
+            spills.append(
+                f"{titled} sm_{arch}: a thread spills {spilled} bytes, more than {allowed}: {variant.constexprs}"
+            )
     said = f"{name:20} sm_{arch}  {len(fitting):3} variants, at most {shared / 1024:.0f} KiB of shared memory"
-    return said, errors
+    if most:
+        said += f", {most} bytes spilled by a thread"
+    return said, errors, spills
+
+
+def title(name: str, variant: Any) -> str:
+    """What SPILLING calls a variant: its module and kernel, the format of keys if it has one, the limit of registers
+    if it has one."""
+    words = [f"{name}.{variant.kernel.fn.__name__}"]
+    k = variant.constexprs.get("K")
+    if hasattr(k, "by_token"):
+        words.append(f"{k.kind} {k.bits}")
+        words += ["by token"] if k.by_token else []
+        words += [] if k.fast else ["slow"]
+    if "maxnreg" in variant.options:
+        words.append(f"maxnreg {variant.options['maxnreg']}")
+    return ", ".join(words)
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of memory that each thread of a compiled kernel has for what its registers do not hold."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return max(int(stack) for stack in re.findall(r"\bSTACK:(\d+)", said))
 
 
 def compiled(variant: Any, arch: int) -> Any:

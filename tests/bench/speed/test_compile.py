@@ -6,10 +6,13 @@ Alone: python -m pytest tests/bench/speed/test_compile.py
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
-from minithink.bench.speed.compile import modules
+from minithink.bench.speed.compile import ALLOWED, SPILLING, modules, title
 
 # Flags that are compiled one way only. The other way, the kernel does less of the same; WIDEN is for the interpreter.
 ONE_WAY = {
@@ -43,3 +46,37 @@ def test_every_argument_of_a_kernel_has_a_type_or_a_value() -> None:
     for variant in variants():
         given = variant.signature.keys() | variant.constexprs.keys()
         assert given >= {*variant.kernel.arg_names}, variant
+
+
+def test_known_spills_are_those_of_kernels_that_exist() -> None:
+    titles = set[str]()
+    for name in modules():
+        module = importlib.import_module(f"minithink.kernels.{name}")
+        titles.update(title(name, variant) for variant in module.variants())
+    assert titles >= SPILLING.keys()
+    assert all(known > ALLOWED and reason for known, reason in SPILLING.values())
+
+
+def test_attention_with_keys_by_token_has_registers_for_few_lanes() -> None:
+    """A kernel that spills is an error, and so is this one at the limit that it once had."""
+    code = """
+from dataclasses import replace
+from minithink.bench.speed.compile import check, title
+from minithink.kernels import paged_attention
+named = "paged_attention._attend, int 2, by token"
+variant = next(v for v in paged_attention.variants() if title("paged_attention", v) == named)
+print(variant.constexprs["BLOCK_T"], variant.arch)
+for options in variant.options, {**variant.options, "maxnreg": 128}:
+    paged_attention.variants = lambda: [replace(variant, options=options)]
+    said, errors, spills = check("paged_attention", 90)
+    print("spilled" in said, len(errors), *(spill.split(" sm_90")[0] for spill in spills))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "64 90",
+        "False 0",
+        "True 0 paged_attention._attend, int 2, by token, maxnreg 128",
+    ]
