@@ -6,9 +6,11 @@ Used by `append.py`, `dequantize.py`, `paged_attention.py`, `quantize.py`, `surv
 The kind of such a format is "tq-" and the rule of its scale: "tq-unbiased", "tq-norm", "tq-mse", "tq-none".
 
 A Hadamard transform of D channels is log₂(D) stages. In each, channels i and i + h become their sum and their
-difference; h is 1, 2, 4, … Sums over channels are taken in pairs. Both are reshapes and splits of a tile, so every
-number is added in the same order as in the twin, and results are the same bit for bit. The signs are computed where
-they are needed, from a hash of the channel.
+difference; h is 1, 2, 4, … Sums over channels are taken in pairs, too. So every number is added in the same order as
+in the twin, and results are the same bit for bit. In each stage a channel gets the number of its partner, from a
+register of its own thread or of another thread of the warp, and the tile keeps its shape. If the tile were split
+instead, down to one column, Triton 3.6 and 3.7 would let each thread compute the codes of a whole row, and spill
+registers. The signs are computed where they are needed, from a hash of the channel.
 
 First read `rotate` and `encode_rotated`.
 """
@@ -92,21 +94,26 @@ def signs(DIM: tl.constexpr):
 
 
 @triton.jit
-def _stage(x, HALF: tl.constexpr):
-    """Channels i and i + HALF become their sum and their difference. x: [R, D]."""
-    rows: tl.constexpr = x.shape[0]
-    groups: tl.constexpr = x.shape[1] // (2 * HALF)
-    pairs = tl.reshape(x, (rows, groups, 2, HALF))
-    first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
-    both = tl.join(first + second, first - second)  # [rows, groups, HALF, 2]
-    return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (rows, groups * 2 * HALF))
+def _swapped(x, HALF: tl.constexpr):
+    """Channels i and i + HALF swap their numbers. x: [R, D]."""
+    if _INTERPRETED:  # which flips number by number
+        partner = tl.arange(0, x.shape[1])[None, :] ^ HALF
+        y = tl.gather(x, tl.broadcast_to(partner, x.shape), 1)
+    else:
+        groups: tl.constexpr = x.shape[1] // (2 * HALF)
+        pairs = tl.reshape(x, (x.shape[0], groups, 2, HALF))
+        y = tl.reshape(tl.flip(pairs, 2), x.shape)
+    return y
 
 
 @triton.jit
 def hadamard(x):
     """H·x of every row. x: float32 [R, D], D a power of two."""
+    channel = tl.arange(0, x.shape[1])[None, :]
     for i in tl.static_range(stages(x.shape[1])):
-        x = _stage(x, 1 << i)
+        is_second = (channel >> i) & 1 == 1
+        other = _swapped(x, 1 << i)
+        x = tl.where(is_second, other - x, x + other)
     return x
 
 
@@ -125,10 +132,9 @@ def rotate_back(y):
 @triton.jit
 def _sum(x):
     """The sum of every row, in pairs. x: [R, D] → [R, 1]."""
-    for _ in tl.static_range(stages(x.shape[1])):
-        first, second = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-        x = first + second
-    return x
+    for i in tl.static_range(stages(x.shape[1])):
+        x += _swapped(x, 1 << i)
+    return tl.max(x, 1, keep_dims=True)  # all channels hold the sum
 
 
 # -- codes

@@ -111,8 +111,9 @@ def test_tables_are_those_of_the_twin() -> None:
 @pytest.mark.parametrize("back", [False, True])
 @pytest.mark.parametrize("dim", [8, 64, 128, 256])
 def test_rows_are_rotated_as_the_twin_does(dim: int, back: bool) -> None:
-    """Bit for bit; also in place, in rows that lie apart, and no row at all."""
+    """Bit for bit, the sign of a zero too; also in place, in rows that lie apart, and no row at all."""
     x = torch.randn(3, 20, dim, generator=torch.Generator().manual_seed(dim))
+    x[0, :10] = x[0, :10].sign() * 0.0
     want = rotate_back(x) if back else rotate(x)
     assert_bits("rows", _rotation.rotate_rows(x.to(DEVICE), back), want)
     wide = torch.cat((x, x), dim=1).to(DEVICE)
