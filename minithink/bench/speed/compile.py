@@ -3,7 +3,7 @@
 A thread that needs more registers than it may have *spills*: it keeps numbers in memory and reads them again, which
 can take longer than everything else that the kernel does. `cuobjdump`, which comes with Triton, says how many bytes
 of memory each thread has. For sm_90, which the kernels are tuned for, more than ALLOWED are an error, except for the
-kernels of SPILLING. Other versions of Triton spill more or less: `--any-spills` prints the bytes and accepts them.
+kernels of SPILLING. Other versions of Triton spill more or less: with them the bytes are printed, and are no error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ from minithink.errors import UsageError, alternatives, counted, quoted
 ARCHITECTURES = (80, 90)
 TUNED = 90  # spills are an error here
 ALLOWED = 32  # bytes that a thread may spill
+TRITON = "3.8."  # the version that SPILLING is of
 
-# Known exceptions by `title`: the most bytes that a thread spills with Triton 3.8, and why.
+# Known exceptions by `title`: the most bytes that a thread spills, and why.
 _LIMITED = "the limit was measured on an H200 with Triton 3.6, with which a thread spills at most 48 bytes"
 _LARGE = "a thread would need more than the 255 registers that it can have"
 _PLAIN = "the path for tq1, and for words that are misaligned, decodes each code by itself, all planes at once"
@@ -54,7 +56,6 @@ SPILLING = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="KERNEL", help="modules of kernels/ (default: all)")
-    parser.add_argument("--any-spills", action="store_true", help="accept kernels that spill registers")
     parser.add_argument("--arch", type=natural, action="append", metavar="SM", help="80 or 90 (default: both)")
 
 
@@ -75,11 +76,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise UsageError(f"There is no kernel named {quoted(unknown[0])}; {alternatives(unknown[0], modules())}.")
     pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0
+    limited = version("triton").startswith(TRITON)
     # processes that begin anew: what this one has loaded need not survive a fork
     with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
         for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
             print(said, flush=True)
-            errors = errors if args.any_spills else errors + spills
+            errors = errors + spills if limited else errors
             print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
             failed += len(errors)
     if failed:

@@ -10,9 +10,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
-from minithink.bench.speed.compile import ALLOWED, SPILLING, modules, title
+import pytest
+
+from minithink.bench.__main__ import main
+from minithink.bench.speed import compile as compile_
+from minithink.bench.speed.compile import ALLOWED, SPILLING, TRITON, modules, title
 
 # Flags that are compiled one way only. The other way, the kernel does less of the same; WIDEN is for the interpreter.
 ONE_WAY = {
@@ -57,6 +62,29 @@ def test_known_spills_are_those_of_kernels_that_exist() -> None:
     assert all(known > ALLOWED and reason for known, reason in SPILLING.values())
 
 
+@pytest.mark.parametrize(("installed", "code"), [("3.8.1", 1), ("3.9.0", 0)])
+def test_spills_are_errors_with_the_version_they_are_known_of(
+    installed: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Here:
+        """Computes in this process, so that what is replaced here is seen."""
+
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Here:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        map = staticmethod(map)
+
+    monkeypatch.setattr(compile_, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(compile_, "check", lambda name, arch: (f"{name} sm_{arch}", [], ["a thread spills"]))
+    monkeypatch.setattr(compile_, "version", lambda _: installed)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert main(["compile", "rope", "--arch", "90"]) == code
+
+
+@pytest.mark.skipif(not version("triton").startswith(TRITON), reason=f"known for Triton {TRITON}x")
 def test_attention_with_keys_by_token_has_registers_for_few_lanes() -> None:
     """A kernel that spills is an error, and so is this one at the limit that it once had."""
     code = """
