@@ -23,9 +23,10 @@ def sides(result: Result) -> Iterable[Row]:
 def sides_said(result: Result) -> Iterable[str]:
     """What was generated, and with which libraries."""
     settings = result["each"][0]["settings"]
-    versions = " and ".join(
-        f"transformers {one['versions']['transformers']} ({one['settings']['by']})" for one in result["each"]
-    )
+    libraries = {
+        f"transformers {one['versions']['transformers']} ({one['settings']['by']})": 1 for one in result["each"]
+    }
+    versions = " and ".join(libraries)
     yield (
         f"{settings['model']} in {settings['dtype']}, random prompts of {settings['prompt']:,} tokens and "
         f"{settings['tokens']:,} new ones, {settings['turns']} turns of each side; {settings['budget']:,} tokens are "
@@ -44,7 +45,7 @@ COLUMNS: tuple[Column, ...] = (
 TABLES = {
     "hf-cuda": Table(
         (*COLUMNS, ("memory at most, MiB", "mib", "{:,.0f}")),
-        files=("hf-cuda", "hf-kvpress-cuda"),
+        files=("hf-cuda-tensors", "hf-cuda", "hf-kvpress-cuda"),
         rows=sides,
         said=sides_said,
     ),
