@@ -218,18 +218,19 @@ def test_no_tokens() -> None:
     assert append(*nothing, writer, 0).shape == (0, 2, 32)
 
 
-def test_turboquant_takes_at_most_twice_the_instructions_of_nvfp4() -> None:
-    """It took 4.5 times as many with Triton 3.6 and 3.7, when each thread computed all codes of a row."""
+def test_turboquant_takes_few_instructions_more_than_nvfp4() -> None:
+    """It took 19 times as many with Triton 3.6, when each thread computed all codes of a row, and 1.98 with 3.8."""
     code = """
 from minithink.bench.speed.compile import compiled
 from minithink.kernels.append import variants
-of_kind = {variant.constexprs["K"].kind: variant for variant in variants() if variant.constexprs["C"].dim == 128}
 for kind in ("tq-unbiased", "nvfp4"):
-    print(compiled(of_kind[kind], 90).asm["ptx"].count(";"))
+    of_kind = [v for v in variants() if v.constexprs["K"].kind == v.constexprs["V"].kind == kind]
+    [variant] = [v for v in of_kind if v.constexprs["C"].dim == 128]
+    print(compiled(variant, 90).asm["ptx"].count(";"))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     turboquant, nvfp4 = map(int, done.stdout.split())
-    assert turboquant <= 2 * nvfp4
+    assert turboquant <= 1.8 * nvfp4
