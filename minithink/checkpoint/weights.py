@@ -265,8 +265,8 @@ def other_value(folder: str | Path, parameters: Mapping[str, Tensor]) -> str:
     """The name of a parameter that a checkpoint stores with other numbers; "": there is none.
 
     Of a matrix its first row is compared, which takes no time and tells models apart: training changes all rows. What
-    either side lacks or has in another shape or as no ordinary float tensor is skipped: it may be quantized. Rounding
-    to a float type on the way makes no other model.
+    either side lacks or has in another shape or as no ordinary float tensor is skipped: it may be quantized, or be
+    moved to the GPU only when it is needed. Rounding to a float type on the way makes no other model.
 
     Args:
         folder: of the checkpoint.
@@ -281,7 +281,7 @@ def other_value(folder: str | Path, parameters: Mapping[str, Tensor]) -> str:
         if entry is None or entry.stored not in DTYPES or entry.shape != parameter.shape:
             continue
         is_plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor
-        if not is_plain or parameter.dtype not in DTYPES.values():
+        if not is_plain or parameter.is_meta or parameter.dtype not in DTYPES.values():
             continue
         if not _was_rounded_to(_first_row(entry), parameter.detach()):
             return name
