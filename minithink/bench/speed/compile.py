@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -69,6 +68,11 @@ def modules() -> list[str]:
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """Exit code 1 if anything did not compile, or spills more than it may."""
+    try:
+        import triton  # its own version: a package of another name may bring it
+    except ImportError:
+        raise UsageError("Kernels need Triton, which is not installed (it exists for Linux only).") from None
+
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         raise UsageError("TRITON_INTERPRET=1 interprets the kernels: unset it to compile them.")
     unknown = [name for name in args.names if name not in modules()]
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         raise UsageError(f"There is no kernel named {quoted(unknown[0])}; {alternatives(unknown[0], modules())}.")
     pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0
-    limited = version("triton").startswith(TRITON)
+    limited = triton.__version__.startswith(TRITON)
     # processes that begin anew: what this one has loaded need not survive a fork
     with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
         for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):

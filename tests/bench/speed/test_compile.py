@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ import pytest
 from minithink.bench.__main__ import main
 from minithink.bench.speed import compile as compile_
 from minithink.bench.speed.compile import ALLOWED, SPILLING, TRITON, modules, title
+
+triton = pytest.importorskip("triton")
 
 # Flags that are compiled one way only. The other way, the kernel does less of the same; WIDEN is for the interpreter.
 ONE_WAY = {
@@ -79,12 +80,18 @@ def test_spills_are_errors_with_the_version_they_are_known_of(
 
     monkeypatch.setattr(compile_, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(compile_, "check", lambda name, arch: (f"{name} sm_{arch}", [], ["a thread spills"]))
-    monkeypatch.setattr(compile_, "version", lambda _: installed)
+    monkeypatch.setattr(triton, "__version__", installed)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert main(["compile", "rope", "--arch", "90"]) == code
 
 
-@pytest.mark.skipif(not version("triton").startswith(TRITON), reason=f"known for Triton {TRITON}x")
+def test_without_triton_it_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert main(["compile"]) == 2
+    assert "Kernels need Triton, which is not installed (it exists for Linux only)." in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not triton.__version__.startswith(TRITON), reason=f"known for Triton {TRITON}x")
 def test_attention_with_keys_by_token_has_registers_for_few_lanes() -> None:
     """A kernel that spills is an error, and so is this one at the limit that it once had."""
     code = """
