@@ -542,9 +542,10 @@ def test_the_attention_is_switched_only_for_our_cache(name: str) -> None:
     assert set(seen) == {name}
 
 
-def test_hooks_go_with_the_cache() -> None:
+@pytest.mark.parametrize("pages", [False, True])
+def test_hooks_go_with_the_cache(pages: bool) -> None:
     model = small_model()
-    cache = hf.cache(model, "streaming_llm:budget=9,sink=3,rerotate=true")
+    cache = hf.cache(model, "streaming_llm:budget=9,sink=3,rerotate=true", pages=pages)
     assert hooks_of(model) == 2
     plain_generate(model, padded([[11, 12, 13]]), 20, **{CACHE: cache})
     assert hooks_of(model) == 2

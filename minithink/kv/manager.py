@@ -85,6 +85,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -221,7 +222,7 @@ class KVManager:
             store=self.store,
             observations=self.observations,
             rope=rope,
-            view=self.view,
+            view=_weakly(self.view),
             steers=self.steers,
             watches=bool(watching),
         )
@@ -847,6 +848,19 @@ def dropped(edits: Sequence[Evict], step: View) -> Tensor:
         at = min(edit.layer, len(whole) - 1)
         whole[at] |= edit.drop & (may if edit.even_protected else may[at])
     return torch.zeros_like(step.pos(), dtype=torch.bool) if whole is None else whole
+
+
+def _weakly(view: Callable[[Batch], View]) -> Callable[[Batch], View]:
+    """A manager's `view` for its own parts, which must not keep the manager: objects that keep each other are freed
+    only when Python's garbage collector runs, and the memory of a GPU does not make it run."""
+    method = WeakMethod(view)
+
+    def of_some(batch: Batch) -> View:
+        alive = method()
+        assert alive is not None
+        return alive(batch)
+
+    return of_some
 
 
 def bytes_for(

@@ -11,7 +11,6 @@ The sides run in turns, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import statistics
 import warnings
@@ -205,7 +204,6 @@ def _timed(side: Generates, device: torch.device) -> Callable[[int], list[tuple[
     def turn(tokens: int) -> list[tuple[float, int | None]]:
         before = 0
         if device.type == "cuda":
-            gc.collect()  # objects of a cache in pages refer to each other, and keep its memory until then
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import minithink.hf
 from minithink.bench.__main__ import main
@@ -122,32 +119,6 @@ def test_presses_and_policies_are_measured_in_two_runs(
     monkeypatch.setitem(sys.modules, "kvpress", fake)
     assert main(["hf", "--model", str(folder), "--presses", "KnormPress", *words]) == 2
     assert f"without {words[0]}.\n" in capsys.readouterr().err
-
-
-def test_memory_of_the_turn_before_is_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What refers to itself lives until it is collected."""
-
-    class Cache:
-        def __init__(self) -> None:
-            self.own = self
-
-    alive = list[weakref.ref[Cache]]()
-
-    def side(tokens: int) -> None:
-        cache = Cache()
-        alive.append(weakref.ref(cache))
-
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 7 * sum(ref() is not None for ref in alive))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 10)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    turn = inside._timed(side, torch.device("cuda"))
-    gc.disable()
-    try:
-        peaks = [peak for _ in range(2) for _, peak in turn(1)]
-    finally:
-        gc.enable()
-    assert peaks == [10, 10]
 
 
 def test_a_ratio_is_of_turns_that_ran_side_by_side() -> None:
