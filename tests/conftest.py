@@ -38,6 +38,11 @@ settings.load_profile(PROFILE)
 if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.interpreter import hasten
+
+    hasten()
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers that share the cores wait for each other's threads
 
