@@ -124,6 +124,8 @@ class Rope:
     """cos and sin of every position's angles, as `ref.rope` takes them: [max_position, 1, D] float32 each, where the
     1 stands for all heads. A prompt longer than the context is refused before it gets here."""
 
+    rotates: bool = True  # False: queries and keys arrive rotated, and a cache may take them as they are
+
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         freq, scale = rope_frequencies(config)
         angles = torch.outer(torch.arange(config.max_position, dtype=torch.float32), freq)
@@ -139,6 +141,8 @@ class Rope:
 
 class Rotated(Rope):
     """No rotation, for a cache whose queries and keys arrive rotated."""
+
+    rotates = False
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self.dim = config.head_dim

@@ -9,7 +9,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from minithink import hf
+from minithink.backend import REFERENCE
 from minithink.checkpoint.weights import tensors_of
 from minithink.engine import TINY, load
 from minithink.errors import MinithinkError, UsageError
@@ -283,6 +284,22 @@ def test_every_policy_does_the_same_as_in_minithink(text: str, tags: None) -> No
 
 def small_model(architecture: str = "LlamaForCausalLM", **fields: Any) -> Any:
     return model_of(random_decoder(example_config(architecture, **fields), 1))
+
+
+@pytest.mark.parametrize("text", ["full", "rkv:budget=20,buffer=4", "streaming_llm:budget=20,rerotate=true"])
+def test_what_arrives_rotated_is_not_rotated_again(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model rotates queries and keys. Only for a policy that pulls tokens nearer the cache does it."""
+    turned = []
+
+    def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        turned.append(x)
+        return REFERENCE.rope(x, cos, sin)
+
+    monkeypatch.setattr("minithink.hf.policy_cache.REFERENCE", replace(REFERENCE, rope=rope))
+    model = small_model()
+    cache = hf.cache(model, text, max_length=60)
+    in_transformers(model, cache, prompts_of(model.config.vocab_size, [30], seed=1), steps=8)
+    assert bool(turned) == (cache.policy.pull > 0)
 
 
 def test_a_row_that_ends_leaves() -> None:

@@ -110,7 +110,9 @@ class Lanes:
         self.buffer_start = 0  # position of the first token that waits in the buffer
         self.thought = storage.prompt  # the running segment's type
         self.reads_prompt = True  # until `settle`
-        self._new = torch.empty(0)  # the columns of the tokens that a step appends
+        # Of the tokens that a step appends: their columns in every lane, int64 [L, Hkv, n, D], and their format
+        self._new = torch.empty(0)
+        self._new_format = PLAIN
 
     # -- reading
 
@@ -157,9 +159,11 @@ class Lanes:
         columns = (self.count[..., None] + index).long()  # [Lt, Ht, n]
         position = (self.length + index).expand(columns.shape)
         self.pos.scatter_(-1, columns, position)
-        self.fmt.scatter_(-1, columns, self._format_of_new_tokens())
+        self._new_format = self._format_of_new_tokens()
+        self.fmt.scatter_(-1, columns, self._new_format)
         self.kind.scatter_(-1, columns, self.thought)
-        self._new = columns
+        everywhere = self._in_all_lanes(columns)[..., None]
+        self._new = everywhere.expand(-1, -1, -1, self.shape.head_dim)
         self.count += n
         self.width += n
         self.length += n
@@ -186,15 +190,13 @@ class Lanes:
         """Store the new tokens of a layer. k (rotated), v: [n, Hkv, D]."""
         k = k.transpose(0, 1)  # [Hkv, n, D]
         v = v.transpose(0, 1)
-        columns = self._new[self.table(layer)]  # [Ht, n]
-        new = columns[..., None].expand(k.shape)
+        new = self._new[layer]  # [Hkv, n, D]
         if self.storage.shrink:
             self.exact_k[layer].scatter_(1, new, k)
             self.exact_v[layer].scatter_(1, new, v)
-        waits = self.reads_prompt or self.storage.buffer > 0
-        f = self.home
-        pair = self.pairs[f]
-        if not waits and not pair.plain:
+        f = self._new_format
+        if f != BUFFER and not self.pairs[f].plain:
+            pair = self.pairs[f]
             k = rounded(pair.k, k, self.k_scale[f, layer])
             v = rounded(pair.v, v, self.v_scale[f, layer])
         self.k[layer].scatter_(1, new, k)

@@ -202,7 +202,8 @@ class PlainCache:
         self.watches = any(type(p).watch is not Policy.watch for p in parts)
         self.sequences: dict[int, Running] = {}  # by their numbers
         self._now: list[Pass] = []  # of the forward pass that is under way
-        self._cos = self._sin = torch.empty(0)  # rotations of its new tokens, [T, 1, D]
+        self._tokens = 0  # T, its new tokens
+        self._cos = self._sin = torch.empty(0)  # their rotations, [T, 1, D]
 
     # -- sequences come and go
 
@@ -308,8 +309,10 @@ class PlainCache:
             )
             self._now.append(now)
             start += count
-        at = torch.tensor(position, device=self.device)  # int64 [T]
-        self._cos, self._sin = self.rope.at(at)
+        self._tokens = start
+        if self.rope.rotates:
+            at = torch.tensor(position, device=self.device)  # int64 [T]
+            self._cos, self._sin = self.rope.at(at)
 
     def _refuse_wrong(self, seqs: Sequence[int], counts: Sequence[int]) -> None:
         """Raise ValueError if the sequences, or the counts of their new tokens, are wrong."""
@@ -344,18 +347,19 @@ class PlainCache:
         """One layer: rotate the new queries and keys, store keys and values, and attend.
 
         Args:
-            qk: [T, Hq + Hkv, D], unrotated queries and keys. What stands behind the announced tokens is padding.
+            qk: [T, Hq + Hkv, D], unrotated queries and keys; those of a model of transformers arrive rotated. What
+                stands behind the announced tokens is padding.
             v: [T, Hkv, D].
 
         Returns:
             [T, Hq, D]; 0 for padding.
         """
         heads = (self.config.num_heads, self.config.num_kv_heads)
-        n = len(self._cos)
-        padding = len(qk) - n
-        qk = qk[:n]
-        rotated = self.backend.rope(qk, self._cos, self._sin)
-        raw, _ = qk.split_with_sizes(heads, dim=1)  # [T, Hq, D]
+        padding = len(qk) - self._tokens
+        qk = qk[: self._tokens]
+        rotated = qk
+        if self.rope.rotates:
+            rotated = self.backend.rope(qk, self._cos, self._sin)
         q, k = rotated.split_with_sizes(heads, dim=1)  # [T, Hq, D], [T, Hkv, D]
         out = []
         for now in self._now:
@@ -366,7 +370,7 @@ class PlainCache:
             if now.prompt:
                 found = self._attend_prompt(layer, now, own_q)
             else:
-                found = self._attend_token(layer, now, raw[span], own_q)
+                found = self._attend_token(layer, now, qk, own_q)
             out.append(found)
         if padding:
             out.append(q.new_zeros(padding, *q.shape[1:]))
@@ -410,12 +414,12 @@ class PlainCache:
             total += weights.sum(0)
         mass[layer, rule] = total
 
-    def _attend_token(self, layer: int, now: Pass, raw: Tensor, q: Tensor) -> Tensor:
+    def _attend_token(self, layer: int, now: Pass, qk: Tensor, q: Tensor) -> Tensor:
         """Attention of one generated token over the tokens that its lanes hold, itself included.
 
         Args:
-            raw: [1, Hq, D], the unrotated query.
-            q: [1, Hq, D], the rotated one.
+            qk: [T, Hq + Hkv, D], unrotated, of all new tokens of the pass.
+            q: [1, Hq, D], the rotated query of this one.
         """
         seen = now.running.seen
         lanes = now.running.lanes
@@ -434,6 +438,7 @@ class PlainCache:
         logits = grouped @ k.transpose(-1, -2)  # [1, Hkv, g, S]
         logits = logits / dim**0.5
         if self.policy.pull:
+            raw = qk[now.span, : self.config.num_heads]  # [1, Hq, D]
             logits = self._pull_near(layer, now, raw, k, logits)
         for rule, what in asked.items():
             weights = group_reduce(logits, full_mask, rule)[0]  # [heads, S]
@@ -455,6 +460,7 @@ class PlainCache:
         copy of the query, which is rotated to a position that is smaller by the gap.
 
         Args:
+            raw: [1, Hq, D], the unrotated query.
             logits: [1, Hkv, g, S], of the query at its own position.
 
         Returns:
@@ -524,7 +530,7 @@ class PlainCache:
             parts.append(own)
         if not self.steers:
             return hidden
-        padding = hidden[len(self._cos) :]
+        padding = hidden[self._tokens :]
         return torch.cat([*parts, padding])
 
     # -- between two forward passes
@@ -570,6 +576,8 @@ class PlainCache:
         Returns:
             The thought type of the segment that begins; None: no segment begins.
         """
+        if not self.deciding:
+            return None
         step = self._view(running)
         # A policy may say in `due` when it must act: the paged manager calls its `decide`, or launches it as a CUDA
         # graph, only then. Any other policy is asked after every step.
@@ -745,20 +753,19 @@ class PlainStep(ShownStep):
         self.policy = policy
         self.ops = cache.backend
         self.shape = replace(cache.shape, rows=1)
-        self.row = torch.tensor([running.row], device=device)
-        self.active = torch.ones(1, dtype=torch.bool, device=device)
-        self.length = torch.tensor([lanes.length], device=device)
-        clock = max(0, running.clock)
-        self.clock = torch.tensor([clock], dtype=torch.int32, device=device)
-        self.prompt = torch.tensor([running.prompt], dtype=torch.int32, device=device)
-        self.tokens = torch.tensor([running.token], device=device)
+        self.row = of_one(running.row, torch.int64, device)
+        self.active = of_one(True, torch.bool, device)
+        self.length = of_one(lanes.length, torch.int64, device)
+        self.clock = of_one(max(0, running.clock), torch.int32, device)
+        self.prompt = of_one(running.prompt, torch.int32, device)
+        self.tokens = of_one(running.token, torch.int64, device)
         # A prompt counts as thinking if it ends inside the think stage. A generated token also counts while the text
         # has never opened the stage.
         thinks = running.thinking
         if running.clock > 0 and not running.staged:
             thinks = True
-        self.thinking = torch.tensor([thinks], device=device)
-        self.thought = torch.tensor([lanes.thought], dtype=torch.uint8, device=device)
+        self.thinking = of_one(thinks, torch.bool, device)
+        self.thought = of_one(lanes.thought, torch.uint8, device)
         # Tokens of every lane, int32 [Lt, 1, Ht]. The view of a whole stack has the budget of the first member.
         budgets = running.budgets
         first = next(iter(budgets.values()))
@@ -868,6 +875,11 @@ class KeysOf:
         k = self.step.keys(layer)
         v = self.step.values(layer)
         return k, v
+
+
+def of_one(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What a step tells of its one sequence: [1]. It is filled on the device, which need not wait for the host."""
+    return torch.full((1,), value, dtype=dtype, device=device)
 
 
 def in_all_tables(mask: Tensor, layer: int | None, step: PlainStep) -> Tensor:
