@@ -99,6 +99,18 @@ class Place(NamedTuple):
     dtype: str  # of the model: fp32, fp16, bf16
 
 
+class _Launch(NamedTuple):
+    """What a launch for one format, or for the ring, has in common with those of the other layers."""
+
+    at: Tensor  # slots of the tokens, or their places in the ring, [Lt, N, Ht]
+    steps: list[int]  # its strides
+    limit: int  # the trash slot's number
+    codes: Tensor  # what is written to
+    place: Place
+    k: Half
+    v: Half
+
+
 @triton.jit
 def _rotated(p_x, p_cos, p_sin, channel, m, dim):
     """(a, b)·(cos, cos) + (b, a)·(−sin, sin): the float32 numbers of these channels of heads that start at p_x.
@@ -251,7 +263,8 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
         q: [N, Hq, D], unrotated; not copied if the last axis is dense, and neither are k and v.
         k, v: [N, Hkv, D]. The key is unrotated; it is stored rotated, and rounded to its dtype.
         cos, sin: [N, 1, D] float32, as for `rope`.
-        writer: of a PagedStore, for these N rows; the kernel writes into its pages or its ring directly.
+        writer: of a PagedStore, for these N rows; the kernel writes into its pages or its ring directly. If it has a
+            dict `once`, the constants of the launches are kept there for the next layers.
         layer: the layer of these keys and values.
 
     Returns:
@@ -267,20 +280,8 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
     block_g = power_of_2(heads // kv_heads)
     block_d = power_of_2(dim)
-    dtype = _formats.dtype_name(q.dtype)
-    stored = _formats.dtype_name(store.dtype)
-    plain = plain_halves(stored, dim)
-    # format, slots of the tokens [Lt, N, Ht], the trash slot's number, tensors to write to, K, V
-    launches: list[tuple[int, Tensor, int, Tensor, Half, Half]] = []
-    if writer.index is not None:
-        launches.append((RING, writer.index[None, :, None], store.ring.shape[3], store.ring, *plain))
-    for f, base in writer.bases.items():
-        lay = pages.layouts[f]
-        k_half, v_half = plain if lay.plain else halves(lay.k, lay.v, dim)
-        pool = pages.pool.view(store.dtype) if lay.plain else pages.pool
-        launches.append((f, base[..., 0], pages.nowhere(f), pool, k_half, v_half))
-    for i, (f, at, limit, codes, k_half, v_half) in enumerate(launches):
-        at_layer, at_token, at_head = steps(at)
+    for i, one in enumerate(_launches_of(writer, heads // kv_heads, q.dtype)):
+        at_layer, at_token, at_head = one.steps
         _append[n, kv_heads](
             p_q=q,
             p_k=k,
@@ -289,12 +290,12 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
             p_sin=sin,
             p_out=out,
             p_rows=writer.at,
-            p_at=at,
-            p_codes=codes,
+            p_at=one.at,
+            p_codes=one.codes,
             p_side=pages.side,
             p_scale=pages.scale,
             layer=layer,
-            limit=limit,
+            limit=one.limit,
             layers=store.shape.layers,
             rows=store.shape.rows,
             q_token=q.stride(0),
@@ -308,9 +309,9 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
             at_layer=at_layer,
             at_token=at_token,
             at_head=at_head,
-            C=place(store, f, heads // kv_heads, dtype),
-            K=k_half,
-            V=v_half,
+            C=one.place,
+            K=one.k,
+            V=one.v,
             QUERIES=i == 0,
             BLOCK_G=block_g,
             BLOCK_D=block_d,
@@ -318,6 +319,39 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
             enable_fp_fusion=False,
         )
     return out
+
+
+def _launches_of(writer: Any, group: int, dtype: torch.dtype) -> list[_Launch]:
+    """The launches for such queries: those that the writer has kept, or new ones. group: g; dtype: of the model."""
+    kept = getattr(writer, "once", None)
+    if kept is None:
+        return _launches(writer, group, dtype)
+    key = (append, group, dtype)
+    if key not in kept:
+        kept[key] = _launches(writer, group, dtype)
+    launches: list[_Launch] = kept[key]
+    return launches
+
+
+def _launches(writer: Any, group: int, dtype: torch.dtype) -> list[_Launch]:
+    """One launch for the ring, if there is one, and one for each format."""
+    store = writer.store
+    pages = store.pages
+    dim = store.shape.head_dim
+    name = _formats.dtype_name(dtype)
+    plain = plain_halves(_formats.dtype_name(store.dtype), dim)
+    launches = []
+    if writer.index is not None:
+        at = writer.index[None, :, None]
+        ring = place(store, RING, group, name)
+        launches.append(_Launch(at, steps(at), store.ring.shape[3], store.ring, ring, *plain))
+    for f, base in writer.bases.items():
+        lay = pages.layouts[f]
+        at = base[..., 0]
+        pool = pages.pool.view(store.dtype) if lay.plain else pages.pool
+        own = plain if lay.plain else halves(lay.k, lay.v, dim)
+        launches.append(_Launch(at, steps(at), pages.nowhere(f), pool, place(store, f, group, name), *own))
+    return launches
 
 
 def steps(of: Tensor) -> list[int]:

@@ -564,8 +564,21 @@ class _Launch:
     keys: Half
     values: Half
     memory: Sequence[Tensor]  # codes of keys and values, parameters of both, rows of key scales
+    scales: Sequence[Tensor]  # FP32 scales of keys and of values, [L, B] each
     parts: int  # of a lane
     program: Program
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is the same for all layers."""
+
+    constants: Cache
+    formats: int  # formats in use
+    several: int  # formats that the lists are sorted by; 0: they are not sorted
+    lists: tuple[Tensor, Tensor, Tensor]  # places, columns, and counts or where formats begin
+    in_format: int  # parts that a format has room for
+    work: Sequence[_Launch]
 
 
 def paged_attention(
@@ -579,7 +592,8 @@ def paged_attention(
     Args:
         q: [N, Hq, D], rotated.
         read: the store's Reading of these N rows; the kernel reads its pages directly (`_layout.py` says which
-            attributes).
+            attributes). If it also has a dict `once`, the plan of the launches is kept there, and made in the first
+            call instead of in every layer's. The store must not change until the last one.
         layer: the layer.
         group: how to combine the attention of a KV head's query heads: sum, mean, max, max_logit or none; None: no
             mass is wanted.
@@ -599,24 +613,13 @@ def paged_attention(
     rows = store.shape.rows
     width = lists.place.shape[-1]
     table_layer = min(layer, lists.place.shape[0] - 1)
-    constants = in_parts(cache(store), lanes, q.device)
-
-    # The lists are sorted by format if there are several formats, or a ring.
-    formats = sorted(store.slots.used)
-    ring = store.ring.shape[3] > 0
-    several = len(formats) if len(formats) > 1 or ring else 0
-    if several:
-        place, column, count = read.by_format
-    else:
-        place = lists.place
-        column = lists.place
-        count = lists.count
-
-    in_format = most_parts(lists.columns_read, constants.base, constants.short)
-    parts = len(formats) * in_format + ring
-    work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
-    if ring:
-        work.append(_of_ring(store, len(formats), constants))
+    plan = _plan_of(read, q)
+    constants = plan.constants
+    work = plan.work
+    in_format = plan.in_format
+    several = plan.several
+    place, column, count = plan.lists
+    parts = sum(one.parts for one in work)
 
     # What the launches write: the parts, and what `_mass.py` needs of the logits.
     rotated = [is_rotated(one.values.kind) for one in work]
@@ -655,8 +658,8 @@ def paged_attention(
             p_v_params=p_v_params,
             p_k_rows=p_k_rows,
             p_row_of=store.slots.group_of,
-            p_k_scale=store.pages.scale[one.format, 0],
-            p_v_scale=store.pages.scale[one.format, 1],
+            p_k_scale=one.scales[0],
+            p_v_scale=one.scales[1],
             p_ring=store.ring,
             softmax_scale=dim**-0.5,
             layer=layer,
@@ -671,7 +674,7 @@ def paged_attention(
             V=one.values,
             FORMAT=one.number,
             FORMATS=several,
-            IN_RING=one.number == len(formats),
+            IN_RING=one.number == plan.formats,
             SEEN=seen,
             BLOCK_T=one.program.block,
             SWAPPED=one.program.swapped,
@@ -710,7 +713,7 @@ def paged_attention(
         c=constants,
         group=group,
         how=seen,
-        block=work[len(formats) - 1].program.block,
+        block=work[plan.formats - 1].program.block,
         seen=lists.columns_read,
         into=read.into,
     )
@@ -737,20 +740,73 @@ def _what_is_seen(dtype: torch.dtype, several: int, group: str | None) -> str:
     return "relative"
 
 
+def _plan_of(read: Reading, q: Tensor) -> _Plan:
+    """The plan for such queries: the one that the reading has kept, or a new one. q: [N, Hq, D]."""
+    kept = getattr(read, "once", None)
+    if kept is None:
+        return _plan(read, q)
+    key = (paged_attention, len(q), q.dtype)
+    if key not in kept:
+        kept[key] = _plan(read, q)
+    plan: _Plan = kept[key]
+    return plan
+
+
+def _plan(read: Reading, q: Tensor) -> _Plan:
+    """How the tokens of a layer are cut into parts, and what the launches read. q: [N, Hq, D]."""
+    store = read.store
+    lists = store.lists
+    lanes = len(q) * store.shape.kv_heads
+    constants = in_parts(cache(store), lanes, q.device)
+
+    # The lists are sorted by format if there are several formats, or a ring.
+    formats = sorted(store.slots.used)
+    ring = store.ring.shape[3] > 0
+    several = len(formats) if len(formats) > 1 or ring else 0
+    in_format = most_parts(lists.columns_read, constants.base, constants.short)
+    work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]
+    if ring:
+        work.append(_of_ring(store, len(formats), constants))
+    return _Plan(
+        constants=constants,
+        formats=len(formats),
+        several=several,
+        lists=read.by_format if several else (lists.place, lists.place, lists.count),
+        in_format=in_format,
+        work=work,
+    )
+
+
 def _of_format(store: Store, number: int, dtype: torch.dtype, c: Cache, lanes: int, parts: int) -> _Launch:
     """The launch for the tokens of the store's `number`-th used format."""
     f = sorted(store.slots.used)[number]
     keys = half(store, f, "k", dtype)
     values = half(store, f, "v", dtype)
-    memory = words(store, f, keys, values)
-    return _Launch(number, f, keys, values, memory, parts, program_of(c, keys, values, lanes))
+    return _Launch(
+        number=number,
+        format=f,
+        keys=keys,
+        values=values,
+        memory=words(store, f, keys, values),
+        scales=store.pages.scale[f].unbind(),
+        parts=parts,
+        program=program_of(c, keys, values, lanes),
+    )
 
 
 def _of_ring(store: Store, number: int, c: Cache) -> _Launch:
     """The launch for the tokens of the ring. Codes and parameters are not read."""
     numbers = ring_half(c)
-    memory = [store.ring] * 5
-    return _Launch(number, 0, numbers, numbers, memory, parts=1, program=RING)
+    return _Launch(
+        number=number,
+        format=0,
+        keys=numbers,
+        values=numbers,
+        memory=[store.ring] * 5,
+        scales=store.pages.scale[0].unbind(),
+        parts=1,
+        program=RING,
+    )
 
 
 _SIGNATURE = {

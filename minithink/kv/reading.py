@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +54,7 @@ class Reading:
         self.rows = rows
         self.lengths = lengths
         self.settled = settled
+        self.once: dict[Any, Any] = {}  # what a kernel has worked out for all layers
         self._place = store.lists.places()
         self._pos = store.lists.positions()
 

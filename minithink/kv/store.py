@@ -58,6 +58,7 @@ In code, f is a format, the index into `Storage.formats` (0 is plain), and t the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -640,6 +641,7 @@ class Writer:
     # For each format the slots in the first lane of each unit, int64 [Lt, N, Ht, n]; the trash slot means that the
     # token has another format.
     bases: dict[int, Tensor]
+    once: dict[Any, Any]  # what a kernel has worked out for all layers
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """k, v: [N, n, Hkv, D], padded to the longest, in the order of `append`'s rows."""
@@ -653,6 +655,7 @@ class _PageWriter(Writer):
         self.store = store
         self.at = at
         self.bases = bases
+        self.once = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         k = k.transpose(1, 2)
@@ -672,6 +675,7 @@ class _RingWriter(Writer):
         self.at = at
         self.index = index
         self.bases = {}
+        self.once = {}
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         # A padding row writes, too: into the place that its own next token will take.

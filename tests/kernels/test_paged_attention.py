@@ -15,6 +15,7 @@ from torch import Tensor
 
 from minithink.backend import REFERENCE
 from minithink.kernels import _parts
+from minithink.kernels import paged_attention as kernel
 from minithink.kernels._layout import Cache
 from minithink.kernels._parts import Program
 from minithink.kernels.by_format import by_format
@@ -208,6 +209,24 @@ def test_lists_are_sorted_once_for_all_layers(name: str, times: int) -> None:
     for layer in range(2):
         paged_attention(torch.zeros(1, 4, 64, device=DEVICE), read, layer)
     assert len(calls) == times
+
+
+def test_launches_are_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew for each reading: the store may have changed."""
+    plans = []
+
+    def counting(read: Reading, q: Tensor) -> Any:
+        plans.append(read)
+        return plan(read, q)
+
+    plan = kernel._plan
+    monkeypatch.setattr(kernel, "_plan", counting)
+    store = filled(STORAGES["plain"], "head", [30], layers=2, steps=12, seed=1)
+    readings = [Reading(store), Reading(store)]
+    for read in readings:
+        for layer in range(2):
+            paged_attention(torch.zeros(1, 4, 64, device=DEVICE), read, layer)
+    assert plans == readings
 
 
 @pytest.mark.parametrize("cut", ["few lanes", "long"])
