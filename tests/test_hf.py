@@ -785,6 +785,14 @@ def test_masks_that_are_no_left_padding_are_refused() -> None:
         plain_generate(model, inputs, 3, **{CACHE: hf.cache(model, "full")})
 
 
+def test_a_first_chunk_of_padding_names_the_option() -> None:
+    model = small_model()
+    inputs = padded([[11, 12, 13], [11, 12, 13, 14, 15, 11, 12, 13]])
+    options = {"prefill_chunk_size": 4, CACHE: hf.cache(model, "full")}
+    with pytest.raises(UsageError, match=r"Prompt 0 has no token .* in the first pass: .* no prefill_chunk_size"):
+        plain_generate(model, inputs, 3, **options)
+
+
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [

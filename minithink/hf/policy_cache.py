@@ -328,7 +328,10 @@ class PolicyCache(Cache):
                 '(tokenizer.padding_side = "left"), and mask nothing else.'
             )
         if min(counts) == 0:
-            raise UsageError(f"Prompt {counts.index(0)} has no token that is not padding: leave it out.")
+            raise UsageError(
+                f"Prompt {counts.index(0)} has no token that is not padding in the first pass: leave it out, or give "
+                "no prefill_chunk_size."
+            )
         return counts
 
     def _make_manager(self, rows: int, prompt: int) -> KVManager | PlainCache:
