@@ -44,6 +44,7 @@ from minithink.evaluate.plan import (
     check_bytes,
     known,
     plan,
+    said_of_budgets,
     said_of_bytes,
     tokens_by_bytes,
 )
@@ -244,6 +245,8 @@ def measure(
             f"No logits were finite, in {counted(len(records), 'text')}, so there is nothing to sum up: try another "
             "--dtype or another checkpoint."
         )
+    for note in said_of_budgets(cells, records, "its losses are those of a cache that keeps every token"):
+        _say(note)
     return loss_summary.summarize(records, job.seed, settings["policies"])
 
 

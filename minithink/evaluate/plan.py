@@ -328,8 +328,13 @@ def said_of_prompts(cells: Sequence[Cell], prompts: Sequence[int]) -> list[str]:
     ]
 
 
-def said_of_budgets(cells: Sequence[Cell], records: Sequence[Record]) -> list[str]:
-    """A sentence for each cell whose budget never applied, because no sequence has ever evicted a token."""
+def said_of_budgets(
+    cells: Sequence[Cell], records: Sequence[Record], so: str = "these are the texts of the full cache"
+) -> list[str]:
+    """A sentence for each cell whose budget never applied, because no sequence has ever evicted a token.
+
+    so: what follows from that.
+    """
     said = []
     for cell in cells:
         own = [r for r in records if (r.policy, r.budget) == cell.name]
@@ -341,10 +346,7 @@ def said_of_budgets(cells: Sequence[Cell], records: Sequence[Record]) -> list[st
             thought = max(r.prompt_tokens + (r.thinking_tokens or r.generated_tokens) for r in own)
             if policy.exempt_answer and thought < longest:
                 why += f"; no prompt and thinking has more than {thought:,}, and answers stay beside the budget"
-            said.append(
-                f"{cell}: the budget never applied, so these are the texts of the full cache (no token was evicted, "
-                f"{why})"
-            )
+            said.append(f"{cell}: the budget never applied, so {so} (no token was evicted, {why})")
     return said
 
 

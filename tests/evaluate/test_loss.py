@@ -258,6 +258,16 @@ def test_a_run_on_reference_traces(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"the first {prompt} are the prompt" in capsys.readouterr().err
 
 
+def test_a_budget_that_never_applies_is_said(
+    model: Path, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = {"policies": "window,rkv:budget=20,buffer=4,alpha=4", "budgets": str(LENGTH + 10)}
+    assert main(words(model, folder, tmp_path / "out", **changed)) == 0
+    said = capsys.readouterr().err
+    assert f"window at {LENGTH + 10} tokens: the budget never applied, so its losses are those of a cache" in said
+    assert said.count("never applied") == 1
+
+
 def test_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "two", "more": 1}\n')
