@@ -428,6 +428,14 @@ def test_all_is_said_before_anything_is_generated(
     assert f"this is {model}" in said
 
 
+def test_a_table_with_two_columns_of_one_dataset_says_once_that_another_is_read(
+    problems: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "evaluate", lambda *args, **options: None)
+    main(command("skipkv-table3", "tiny", problems, tmp_path, budgets=256))
+    assert capsys.readouterr().err.count("is none of the table's datasets") == 1
+
+
 def test_budgets_that_cannot_hold_the_longest_prompt_are_left_out(
     problems: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

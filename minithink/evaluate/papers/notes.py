@@ -154,7 +154,7 @@ def _of_datasets(table: Table, parts: Sequence[Part], args: argparse.Namespace) 
                 f"{escaped(part.job.dataset)} is none of the table's datasets: it has the settings of "
                 f"{part.column.dataset}."
             )
-    return found
+    return list(dict.fromkeys(found))  # a table may have two columns of one dataset
 
 
 def compared(part: Part, rows: Sequence[summary.Row]) -> str:
