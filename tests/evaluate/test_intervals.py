@@ -9,7 +9,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minithink.evaluate.intervals import bootstrap, wilson
@@ -76,6 +76,18 @@ def test_laws_of_the_bootstrap(values: list[float], rng: random.Random, seed: in
     mean = sum(values) / len(values)
     assert min(values) - 1e-12 <= low <= mean + 1e-12
     assert mean - 1e-12 <= high <= max(values) + 1e-12
+
+
+@given(st.lists(st.sampled_from([-1, -2 / 3, -1 / 3, 0, 1 / 3, 1 - 2 / 3, 1]), max_size=30), st.integers(0, 3))
+@example([-1, 0, 1], 0)
+def test_the_interval_of_the_negatives_is_mirrored(values: list[float], seed: int) -> None:
+    found = bootstrap(values, seed, resamples=500)
+    mirrored = bootstrap([-value for value in values], seed, resamples=500)
+    if found is None:
+        assert mirrored is None
+        return
+    low, high = found
+    assert mirrored == (-high, -low)
 
 
 def test_the_seed_decides_the_resamples() -> None:

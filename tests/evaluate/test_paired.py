@@ -8,10 +8,10 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minithink.evaluate.paired import holm, mcnemar
+from minithink.evaluate.paired import difference, holm, mcnemar
 
 
 def pairs(better: int, worse: int, alike: int = 5) -> tuple[list[bool], list[bool]]:
@@ -33,13 +33,24 @@ def test_mcnemar_by_hand(better: int, worse: int, want: float) -> None:
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=9))
 def test_mcnemar_is_the_share_of_swaps_that_differ_as_much(problems: list[tuple[bool, bool]]) -> None:
     """All ways to swap the two answers of a problem are equally likely if neither policy is better."""
-    difference = [own - other for own, other in problems]
+    signed = [own - other for own, other in problems]
     swapped = [
-        sum(s * d for s, d in zip(signs, difference, strict=True))
-        for signs in product((1, -1), repeat=len(difference))
+        sum(s * d for s, d in zip(signs, signed, strict=True)) for signs in product((1, -1), repeat=len(signed))
     ]
-    want = sum(abs(x) >= abs(sum(difference)) for x in swapped) / len(swapped)
+    want = sum(abs(x) >= abs(sum(signed)) for x in swapped) / len(swapped)
     assert mcnemar([own for own, _ in problems], [other for _, other in problems]) == pytest.approx(want)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
+@example([(True, False), (False, True), (True, True)])
+def test_exchanged_policies_have_the_negative_difference(problems: list[tuple[bool, bool]]) -> None:
+    """The interval is mirrored, and the probability stays."""
+    own = [mine for mine, _ in problems]
+    other = [theirs for _, theirs in problems]
+    found = difference(own, other)
+    exchanged = difference(other, own)
+    assert exchanged == {"less": -found["less"], "less_low": -found["less_high"], "less_high": -found["less_low"]}
+    assert mcnemar(other, own) == mcnemar(own, other)
 
 
 def test_lists_of_different_problems() -> None:
