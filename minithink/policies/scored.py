@@ -118,27 +118,19 @@ class Scored(Policy):
         """UsageError: what a method gave is no score for each candidate. form: the shape that it must have."""
         if isinstance(scores, Tensor) and scores.shape == candidates.shape and scores.is_floating_point():
             return
+        what = quoted(scores)
+        if isinstance(scores, Tensor):
+            what = f"a {str(scores.dtype).removeprefix('torch.')} tensor of the shape {list(scores.shape)}"
         raise UsageError(
-            f"The policy {self.name} gives {said(scores)} in `{method}`: it must give a float tensor of the shape "
-            f"{form}, here {list(candidates.shape)}."
-        )
-
-    def _check_window(self, size: Tensor, room: Tensor) -> None:
-        """UsageError: `window_size` gave no whole number for each lane."""
-        if isinstance(size, Tensor) and size.shape == room.shape and size.dtype in (torch.int32, torch.int64):
-            return
-        raise UsageError(
-            f"The policy {self.name} gives {said(size)} in `window_size`: it must give an int32 tensor of the shape "
-            f"[Lt, B, Ht], here {list(room.shape)}, as room.clamp(max=16) is."
+            f"The policy {self.name} gives {what} in `{method}`: it must give a float tensor of the shape {form}, "
+            f"here {list(candidates.shape)}."
         )
 
     def choice(self, step: Step, due: Tensor) -> Choice:
         """The tokens among which the lanes of `due`, bool [Lt, B, Ht], choose."""
         protected = step.protected()
         room = self.room(step)
-        size = self.window_size(room)
-        self._check_window(size, room)
-        window = newest(step, size)
+        window = newest(step, self.window_size(room))
         in_window = (window & ~protected).sum(-1, dtype=torch.int32)  # protected tokens take no room
         held = (step.pos() >= 0) & due[..., None]
         older = held & ~window
@@ -163,10 +155,3 @@ def newest(step: Step, size: Tensor) -> Tensor:
     held = step.held()[..., None]
     column = torch.arange(step.pos().shape[-1], device=held.device)
     return (column < held) & (column >= held - size[..., None])
-
-
-def said(value: object) -> str:
-    """What a method gave, in words."""
-    if isinstance(value, Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of the shape {list(value.shape)}"
-    return quoted(value)

@@ -5,11 +5,13 @@ The policies and their settings are those of `methods/transfer.py`, so their run
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
-from minithink.bench.methods import transfer
+from minithink.bench.methods import Result, Row, Table, transfer
 from minithink.bench.methods.settings import unprotected
 from minithink.bench.methods.transfer import CHOSEN, FEW_BITS
+from minithink.evaluate.summary import FULL, budget_text
 
 RKV = CHOSEN["rkv"]
 TRIATTENTION = CHOSEN["triattention"]
@@ -47,5 +49,46 @@ TRANSFERS = {
         ranked={name: CHOSEN[name] for name in ("rkv", "triattention", "random_attention", "thinkv")},
         beside=(RKV, TRIATTENTION, FOUR_BITS),
         models={"backbone": transfer.BACKBONE},
+    ),
+}
+
+
+def steps(result: Result) -> Iterable[Row]:
+    """A row for each of these policies in a result of `bench model-steps`; the shorter the step, the earlier."""
+    measured = {m["policy"]: m for m in result["measurements"] if m["policy"] in (FULL, *POLICIES)}
+    for m in sorted(measured.values(), key=lambda m: m["step_milliseconds"]):
+        yield m | {
+            "of": "" if m["budget"] is None else budget_text(m["budget"]),
+            "beside_full": m["step_milliseconds"] / measured[FULL]["step_milliseconds"],
+        }
+
+
+def steps_said(result: Result) -> Iterable[str]:
+    """What was decoded, and what could not be."""
+    size = result["settings"]
+    yield (
+        f"{size['batch']} sequences in {size['dtype']}, random prompts of {size['prompt_tokens']:,} tokens. The "
+        f"budget is the prompt and that share of {size['tokens']:,} tokens. Timed were {size['steps']:,} steps, in "
+        "whose middle the full cache holds as many tokens as it does on average."
+    )
+    yield ""
+    for one in result["left_out"]:
+        if one["policy"] in POLICIES:
+            yield f"`{one['policy']}` is left out: {one['why']}"
+            yield ""
+
+
+TABLES = {
+    "combined-steps": Table(
+        (
+            ("policy", "policy", "`{}`"),
+            ("budget", "of", "{}"),
+            ("milliseconds a step", "step_milliseconds", "{:.2f}"),
+            ("of the full cache's", "beside_full", "**{:.2f} ×**"),
+            ("tokens a second", "tokens_per_second", "{:,.0f}"),
+        ),
+        file="backbone-steps",
+        rows=steps,
+        said=steps_said,
     ),
 }

@@ -151,7 +151,10 @@ PREMISES = Table(
     said=premises,
 )
 TABLES = {
-    **dict.fromkeys(("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv"), DECODE),
+    **dict.fromkeys(
+        ("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv", "decode-gpu-smollm2"),
+        DECODE,
+    ),
     "premises-search": PREMISES,
     "margins": Table((), said=near_ties),
     "caches-cpu": Table(
