@@ -29,8 +29,8 @@ from minithink.kernels._layout import Cache, Half
 from minithink.kernels._rotation import is_rotated, rotate_back
 
 # (at least so many lanes, tokens of a part in a short lane). With 768, lanes of 4,096 tokens have three parts and
-# those of 16,384 have six. 512 lanes of three parts fill 132 multiprocessors evenly: in the last round 3 of 100
-# places stay empty, whether 3 programs run on each at a time, as in bfloat16, or 12. With four parts it is 14 or 35.
+# those of 16,384 have six. With 3 programs at a time, as in bfloat16, 132 multiprocessors run 512 lanes of three
+# parts in four rounds, and 3 of 100 places stay empty; of four parts in six rounds, and 14 stay empty.
 PARTS = (256, 768), (64, 256), (0, 128)
 SHORT = 1024  # tokens of a short lane, at most
 MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing

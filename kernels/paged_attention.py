@@ -593,7 +593,8 @@ def paged_attention(
         q: [N, Hq, D], rotated.
         read: the store's Reading of these N rows; the kernel reads its pages directly (`_layout.py` says which
             attributes). If it also has a dict `once`, the plan of the launches is kept there, and made in the first
-            call instead of in every layer's. The store must not change until the last one.
+            call instead of in every layer's. Until the last one the store's lists, formats and tensors must
+            stay; what is stored in them may change.
         layer: the layer.
         group: how to combine the attention of a KV head's query heads: sum, mean, max, max_logit or none; None: no
             mass is wanted.

@@ -34,7 +34,10 @@ def hasten() -> None:
 
 
 class _Once:
-    """Replaces the functions of each module once a launch, however many device functions are called in it."""
+    """Replaces the functions of each module once a launch, however many device functions are called in it.
+
+    Triton undoes a replacement when the launch ends, and not when a device function returns.
+    """
 
     def __init__(self, replace: Callable[[Any], Any]) -> None:
         self.replace = replace

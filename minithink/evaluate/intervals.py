@@ -33,10 +33,11 @@ def bootstrap(
     numbers from numpy 2.5 on, and a page of numbers must not depend on who makes it.
     The order of the values does not matter, and the mean is always inside: where rounding would put it outside, the
     end is moved to it.
-    The negated values have the mirrored interval, so A − B and B − A say the same. Draws alone do not give this,
-    because they go from the smallest value to the largest. So only one of the two signs is resampled, and the other
-    one has its interval mirrored: the sign whose distinct values, compared as a list, are larger; if these are alike,
-    the sign with the larger list of counts. If the counts are alike, too, the interval is symmetric around 0.
+    The negated values have the mirrored interval, so A − B and B − A say the same. Resampling alone does not give
+    this: a draw counts values from the smallest on, so with one seed the negated values give other resamples. Only
+    one of the two signs is resampled, and the other one has its interval mirrored: the sign whose distinct values,
+    compared as a list, are larger; if these are alike, the sign with the larger list of counts. If the counts are
+    alike, too, the interval is symmetric around 0.
 
     Args:
         values: one a problem, finite; they count as equal where they agree to 12 decimals.
@@ -57,8 +58,8 @@ def bootstrap(
     low, high = _quantiles(*drawn, seed=seed, resamples=resamples, confidence=confidence)
     if given == negated:
         half = (high - low) / 2
-        return 0.0 - half, half
-    if drawn == negated:
+        low, high = 0.0 - half, half
+    elif drawn == negated:
         low, high = 0.0 - high, 0.0 - low
     mean = math.fsum(values) / n
     return min(low, mean), max(high, mean)

@@ -42,14 +42,13 @@ def declared(policy: Policy) -> None:
     """Check what a policy says of itself before anything runs. The policy stays as it is.
 
     Raises:
-        UsageError: scope, demands, storage, window, a number, a switch or schedule are not what the contract asks
-            for, or the policy has a budget and no `decide` that could keep to it.
+        UsageError: scope, demands, storage, a number, a switch or schedule are not what the contract asks for, or
+            the policy has a budget and no `decide` that could keep to it.
     """
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
     demanded(policy)
     _check_storage(policy)
-    _check_window(policy)
     for name in ("budget", "cap", "slack", "beside", "pull"):
         value = getattr(policy, name)
         if not is_whole(value) and (value is not None or name not in ("budget", "cap")):
@@ -128,20 +127,6 @@ def _check_storage(policy: Policy) -> None:
     for name, known in (("tail", TAILS), ("compaction", COMPACTIONS)):
         if getattr(storage, name) not in known:
             raise _wrong(policy, f"Storage.{name}", getattr(storage, name), f"it must be one of {', '.join(known)}")
-
-
-def _check_window(policy: Policy) -> None:
-    """UsageError: `window_size` of a policy with scores gives no whole number for each lane. It is asked here about
-    lanes of 8 tokens."""
-    window_size = getattr(policy, "window_size", None)
-    if window_size is None:
-        return
-    room = torch.full((2, 1, 2), 8, dtype=torch.int32)  # [Lt, B, Ht]
-    size = window_size(room)
-    whole = isinstance(size, Tensor) and size.dtype in (torch.int32, torch.int64)
-    if not whole or size.shape != room.shape:
-        expected = f"it must be an int32 tensor {list(room.shape)} as `room` is, such as room.clamp(max=16)"
-        raise _wrong(policy, "what `window_size` gives", size, expected)
 
 
 def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:

@@ -51,24 +51,6 @@ def test_wrong_scores_of_all_layers_are_one_sentence() -> None:
         list(follow(Given(), [9], 3))
 
 
-@pytest.mark.parametrize(
-    ("size", "given"),
-    [
-        (lambda room: 4, "4"),
-        (lambda room: room / 2, r"a tensor, float32 \[2, 1, 2\] on cpu"),
-        (lambda room: room[0], r"a tensor, int32 \[1, 2\] on cpu"),
-    ],
-)
-def test_a_wrong_window_is_one_sentence(size: Any, given: str) -> None:
-    class Given(Wrong):
-        def window_size(self, room: Any) -> Any:
-            return size(room)
-
-    said = rf"The policy wrong: what `window_size` gives is {given}, and it must be an int32 tensor \[2, 1, 2\] as"
-    with pytest.raises(UsageError, match=said):
-        list(follow(Given(), [9], 3))
-
-
 def test_a_missing_score_is_one_sentence() -> None:
     with pytest.raises(
         UsageError, match=r"The policy wrong has no method `score\(self, step, layer, choice\)`: write"

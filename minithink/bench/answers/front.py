@@ -235,7 +235,7 @@ def without_budget(text: str) -> str:
 
 
 def without_protection(text: str) -> str:
-    """The same policy without what keeps its prompt, which costs no time."""
+    """The same policy without what keeps its prompt, which is taken to cost no time."""
     name, _, options = text.partition(":")
     own = [option for option in options.split(",") if option and option != PROTECTED]
     return f"{name}:{','.join(own)}" if own else name
