@@ -93,18 +93,29 @@ class Peer:
 
 
 class Theirs:
-    """transformers' forward pass over its dynamic cache, without the bookkeeping of its `generate`."""
+    """transformers' forward pass, without the bookkeeping of its `generate`.
 
-    def __init__(self, peer: Peer, device: torch.device) -> None:
+    Args:
+        cache: "dynamic", or "static". With a static cache transformers' `generate` compiles the model on a GPU for
+            single steps, and so does this class.
+        tokens: of each sequence, at most; a static cache has room for so many from the start.
+    """
+
+    def __init__(self, peer: Peer, device: torch.device, cache: str = "dynamic", tokens: int = 0) -> None:
         self.model = peer.model
         self.device = device
         self.cache: Any = None
         self.last = self.tokens = torch.empty(0)
+        self._one_token = self.model
+        if cache == "static":
+            self.cache = transformers().StaticCache(config=self.model.config, max_cache_len=tokens)
+            if device.type == "cuda":
+                self._one_token = self.model.get_compiled_call(transformers().CompileConfig())
 
     def read(self, prompts: Tensor) -> None:
         """Read prompts [B, T], and choose the first tokens. `last` has their logits, [B, V]."""
         for start in range(0, prompts.shape[1], CHUNK):
-            self._forward(prompts[:, start : start + CHUNK].to(self.device))
+            self._forward(self.model, prompts[:, start : start + CHUNK].to(self.device))
 
     def hold(self, config: ModelConfig, batch: int, context: int, dtype: torch.dtype) -> None:
         """So many tokens of noise instead of a prompt."""
@@ -118,10 +129,10 @@ class Theirs:
 
     def step(self) -> None:
         """One token further; chosen tokens stay on the device."""
-        self._forward(self.tokens[:, None])
+        self._forward(self._one_token, self.tokens[:, None])
 
-    def _forward(self, tokens: Tensor) -> None:
-        done = self.model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+    def _forward(self, model: Any, tokens: Tensor) -> None:
+        done = model(input_ids=tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache = done.past_key_values
         self.last = done.logits[:, -1]
         self.tokens = self.last.argmax(-1)

@@ -13,7 +13,7 @@ from minithink.bench.__main__ import main
 from minithink.bench.speed import decode
 from minithink.bench.speed.clock import Deadline
 from minithink.bench.speed.decode import Single, make_prompts, same_tokens
-from minithink.bench.speed.peer import CHUNK
+from minithink.bench.speed.peer import CACHES, CHUNK
 from minithink.bench.speed.steady import CONFIGS, RandomModel
 from minithink.config import ModelConfig, RopeScaling
 from minithink.engine import load
@@ -109,10 +109,11 @@ def test_prompts_have_one_length_and_end_with_the_question() -> None:
 def test_a_random_model_is_the_same_on_both_sides(dtype: torch.dtype) -> None:
     pytest.importorskip("transformers")
     model = RandomModel(SMALL, torch.device("cpu"), dtype)
-    args = Namespace(context=CHUNK + 5, steps=decode.BLOCK + 2, policy=None)
+    args = Namespace(context=CHUNK + 5, steps=decode.BLOCK + 2, policy=None, peer_cache=CACHES)
     m = Single(model, peer=True).measure(3, args, Deadline(None))
     assert m["same"]["ok"]
     assert m["same"]["difference_of_logits"] < (1e-4 if dtype == torch.float32 else 0.1)
+    assert {m["peer"]["cache"], *m["other_caches"]} == {*CACHES}
     assert m["steps"] == decode.BLOCK + 2
     values = sum(p.numel() for p in model.decoder.parameters()) - 97 * 32  # the embedding is not read
     assert m["weight_bytes"] == values * dtype.itemsize
