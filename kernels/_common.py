@@ -6,9 +6,9 @@ Used by every kernel.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -20,6 +20,8 @@ from torch import Tensor
 # scalar condition and a block of conditions by `&`: Triton 3.9's interpreter turns the result into integers, and
 # refuses integers as a mask. They write `i < tl.where(condition, n, 0)` instead.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,23 @@ def side_by_side(launches: Sequence[Callable[[], object]], device: torch.device,
         with torch.cuda.stream(stream):
             launch()
         main.wait_stream(stream)
+
+
+def made_once(holder: Any, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Make what a kernel's launches have in common, once for all layers of a step.
+
+    Args:
+        holder: the step's Reading or Writer. If it has a dict `once`, the result is kept there, and later calls with
+            the same key return it. Without one, each call makes the result anew.
+        key: the kernel's function, and everything but the holder that the result depends on.
+        make: makes the result.
+    """
+    kept: dict[Hashable, Made] | None = getattr(holder, "once", None)
+    if kept is None:
+        return make()
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
 
 
 def power_of_2(n: int) -> int:

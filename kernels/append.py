@@ -44,6 +44,7 @@ the launch and latency are the limit: a program is one warp, and its loads wait 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels import _formats
-from minithink.kernels._common import Variant, power_of_2
+from minithink.kernels._common import Variant, made_once, power_of_2
 from minithink.kernels._formats import (
     Format,
     encode_group,
@@ -278,9 +279,11 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     if out.numel() == 0:
         return out
     q, k, v, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, cos, sin))
-    block_g = power_of_2(heads // kv_heads)
+    group = heads // kv_heads
+    block_g = power_of_2(group)
     block_d = power_of_2(dim)
-    for i, one in enumerate(_launches_of(writer, heads // kv_heads, q.dtype)):
+    launches = made_once(writer, (append, group, q.dtype), partial(_launches, writer, group, q.dtype))
+    for i, one in enumerate(launches):
         at_layer, at_token, at_head = one.steps
         _append[n, kv_heads](
             p_q=q,
@@ -321,20 +324,8 @@ def append(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, writer: An
     return out
 
 
-def _launches_of(writer: Any, group: int, dtype: torch.dtype) -> list[_Launch]:
-    """The launches for such queries: those that the writer has kept, or new ones. group: g; dtype: of the model."""
-    kept = getattr(writer, "once", None)
-    if kept is None:
-        return _launches(writer, group, dtype)
-    key = (append, group, dtype)
-    if key not in kept:
-        kept[key] = _launches(writer, group, dtype)
-    launches: list[_Launch] = kept[key]
-    return launches
-
-
 def _launches(writer: Any, group: int, dtype: torch.dtype) -> list[_Launch]:
-    """One launch for the ring, if there is one, and one for each format."""
+    """One launch for the ring, if there is one, and one for each format. group: g; dtype: of the model."""
     store = writer.store
     pages = store.pages
     dim = store.shape.head_dim

@@ -71,7 +71,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minithink.kernels import _layout, _mass, _parts
-from minithink.kernels._common import INTERPRETED, Variant, side_by_side
+from minithink.kernels._common import INTERPRETED, Variant, made_once, side_by_side
 from minithink.kernels._layout import Cache, Half, Reading, Store, cache, half, ring_half, words
 from minithink.kernels._mass import mass
 from minithink.kernels._parts import (
@@ -614,7 +614,7 @@ def paged_attention(
     rows = store.shape.rows
     width = lists.place.shape[-1]
     table_layer = min(layer, lists.place.shape[0] - 1)
-    plan = _plan_of(read, q)
+    plan = made_once(read, (paged_attention, n, q.dtype), partial(_plan, read, q))
     constants = plan.constants
     work = plan.work
     in_format = plan.in_format
@@ -739,18 +739,6 @@ def _what_is_seen(dtype: torch.dtype, several: int, group: str | None) -> str:
     if dtype == torch.float32 or several or group == "max_logit":
         return "logits"
     return "relative"
-
-
-def _plan_of(read: Reading, q: Tensor) -> _Plan:
-    """The plan for such queries: the one that the reading has kept, or a new one. q: [N, Hq, D]."""
-    kept = getattr(read, "once", None)
-    if kept is None:
-        return _plan(read, q)
-    key = (paged_attention, len(q), q.dtype)
-    if key not in kept:
-        kept[key] = _plan(read, q)
-    plan: _Plan = kept[key]
-    return plan
 
 
 def _plan(read: Reading, q: Tensor) -> _Plan:

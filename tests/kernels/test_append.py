@@ -19,6 +19,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from minithink.kernels import append as kernel
 from minithink.kernels.append import append
 from minithink.kv.contract import SCOPES, Scope, Storage
 from minithink.kv.reading import Reading
@@ -216,6 +217,28 @@ def test_no_tokens() -> None:
     writer = append_one(store, [0], [8])
     nothing = [torch.zeros(0, n, 32, device=DEVICE) for n in (2, 1, 1, 1, 1)]
     assert append(*nothing, writer, 0).shape == (0, 2, 32)
+
+
+def test_launches_are_prepared_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And anew for each writer: other tokens have other slots."""
+    prepared = []
+
+    def counting(writer: Writer, group: int, dtype: torch.dtype) -> Any:
+        prepared.append(writer)
+        return launches(writer, group, dtype)
+
+    launches = kernel._launches
+    monkeypatch.setattr(kernel, "_launches", counting)
+    both = pair(STORAGES["thoughts-at-once"], "head", [5, 17], 1, kv_heads=2, group=2, dim=32, dtype=torch.float16)
+    generator = torch.Generator().manual_seed(1)
+    steps = []
+    for i in range(2):
+        writers = [append_one(store, [0, 1], store.lengths) for store in both]
+        steps.append(writers[0])
+        for layer in range(2):
+            parts = tokens(2, (2, 2), 32, torch.float16, 1.0, generator)
+            check(f"layer {layer} in step {i}", both, writers, parts, layer)
+    assert prepared == steps
 
 
 def test_turboquant_takes_few_instructions_more_than_nvfp4() -> None:

@@ -1,14 +1,18 @@
-"""Launches that do not depend on each other."""
+"""Launches that do not depend on each other, and what launches of all layers have in common.
+
+Alone: python -m pytest tests/kernels/test_common.py
+"""
 
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from minithink.kernels._common import side_by_side
+from minithink.kernels._common import made_once, side_by_side
 from tests.kernels.device import DEVICE, needs_graphs
 
 
@@ -54,3 +58,16 @@ def test_in_a_graph_each_waits_for_what_was_before_and_is_waited_for(n: int) -> 
         given.fill_(x)
         graph.replay()
         assert (out == 2 * x * n + sum(range(n))).all()
+
+
+def test_what_a_step_keeps_is_made_once_for_each_key() -> None:
+    step = SimpleNamespace(once={})
+    made = [made_once(step, key, object) for key in ("append", "attention", "append")]
+    assert made[0] is made[2]
+    assert made[0] is not made[1]
+    assert made_once(SimpleNamespace(once={}), "append", object) is not made[0]
+
+
+def test_without_a_place_to_keep_it_each_call_makes_it() -> None:
+    step = SimpleNamespace()
+    assert made_once(step, "append", object) is not made_once(step, "append", object)
