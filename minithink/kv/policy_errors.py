@@ -1,7 +1,12 @@
-"""The message when the code of a user's own policy fails: which method, where, and the shapes of its tensors."""
+"""The message when the code of a user's own policy fails: which method, where, and the shapes of its tensors.
+
+The method may also be one that the policy inherits from this project. It fails there if it calls or reads something
+of the policy that is of a wrong type, such as a method that returns a number where a tensor is due.
+"""
 
 from __future__ import annotations
 
+import linecache
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,28 +40,53 @@ def explaining() -> Iterator[None]:
 
 
 def explained(error: Exception | SystemExit) -> MinithinkError | None:
-    """The sentence for an error that was raised in a policy from outside of this project; None: it was not."""
-    found = None
+    """The sentence for an error that was raised in a policy from outside of this project; None: it was not.
+
+    It names the policy's own method, if one was running, else the method of this project that the policy inherits.
+    """
+    own = None
+    inherited = None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if _is_of_users_policy(frame):
-            found = (frame, number)
+        policy = frame.f_locals.get("self")
+        if not isinstance(policy, Policy):
+            continue
+        if not _is_ours(_module_of(frame)):
+            own = (frame, number)
+        elif not _is_ours(type(policy).__module__):
+            inherited = (frame, number)
+    found = own or inherited
     if found is None:
         return None
     frame, number = found
-    policy = frame.f_locals["self"]
-    code = frame.f_code
-    where = f"{Path(code.co_filename).name}, line {number}"
+    method = f"`{frame.f_code.co_name}`"
+    if own is None:
+        method += ", which it inherits"
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""
-    name = name_of(policy)
+    name = name_of(frame.f_locals["self"])
     why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error)
-    return MinithinkError(f"The policy {name} fails in `{code.co_name}` ({where}): {why}.{there}")
+    return MinithinkError(f"The policy {name} fails in {method} ({_place(frame, number)}): {why}.{there}")
 
 
-def _is_of_users_policy(frame: FrameType) -> bool:
-    """Whether a frame is a method of a policy that does not belong to this project."""
-    ours = str(frame.f_globals.get("__name__", "")).partition(".")[0] == "minithink"
-    return not ours and isinstance(frame.f_locals.get("self"), Policy)
+def _place(frame: FrameType, number: int) -> str:
+    """A line of a frame's file: "mine.py, line 9". A line of this project is quoted, too, because the user does not
+    know it: "minithink.policies.scored, line 106: `due, _ = self.due(step)`"."""
+    path = frame.f_code.co_filename
+    module = _module_of(frame)
+    if not _is_ours(module):
+        return f"{Path(path).name}, line {number}"
+    line = linecache.getline(path, number, frame.f_globals)
+    text = line.partition("  #")[0].strip()
+    return f"{module}, line {number}: `{text}`" if text else f"{module}, line {number}"
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_ours(module: str) -> bool:
+    """Whether a module belongs to this project."""
+    return module.partition(".")[0] == "minithink"
 
 
 def _shapes(frame: FrameType) -> str:

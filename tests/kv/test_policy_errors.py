@@ -228,3 +228,44 @@ def test_an_object_that_can_do_without_a_budget_option_runs(engine: Engine, poli
     [result] = generate(engine, policy)
     assert len(result.token_ids) == 3
     assert result.kv_evicted > 0
+
+
+# What a subclass of `Scored` may have of a wrong type, the inherited method that it breaks, and the error there.
+WRONG = {
+    "a text": ("window_size", lambda policy, room: "4", "choice", "string indices must be integers"),
+    "None": ("window_size", lambda policy, room: None, "choice", "'NoneType' object is not subscriptable"),
+    "a number": ("window_size", lambda policy, room: 4, "choice", "'int' object is not subscriptable"),
+    "no method": ("window_size", 4, "choice", "'int' object is not callable"),
+    "no argument": ("window_size", lambda policy: 4, "choice", "takes 1 positional argument but 2 were given"),
+    "no room": ("room", lambda policy, step: None, "window_size", "must be Tensor, not NoneType"),
+    "no pair": ("due", lambda policy, step: None, "decide", "cannot unpack non-iterable NoneType"),
+    "no choice": ("choice", lambda policy, step, due: None, "scores", "'NoneType' object has no attribute"),
+    "no mask": ("traced", "best", "decide", "'Choice' object has no attribute 'best'"),
+    "no listener": ("listen", 3, "listen_prompt", "'int' object is not callable"),
+}
+
+
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_type_that_an_inherited_method_stumbles_over_is_one_sentence(
+    engine: Engine, case: str, cache: str
+) -> None:
+    name, value, method, error = WRONG[case]
+    wrong = type("Wrong", (Newest,), {name: value})
+    with pytest.raises(MinithinkError) as caught:
+        engine.generate([list(range(10, 20))], max_new_tokens=3, policy=wrong(budget=8), cache=cache)
+    sentence = str(caught.value)
+    place = r"\(minithink\.(policies\.scored|kv\.contract), line \d+: `[^`#]+`\)"
+    said = rf"The policy Wrong fails in `{method}`, which it inherits {place}: .*{error}"
+    assert re.match(said, sentence), sentence
+    assert caught.value.__cause__ is not None
+
+
+def test_a_method_of_the_policys_own_is_named_before_one_that_it_inherits(engine: Engine) -> None:
+    def decide(self: Newest, step: Step) -> Iterable[Edit]:
+        yield from Newest.decide(self, step)
+
+    wrong = type("Wrong", (Newest,), {"window_size": lambda policy, room: 4, "decide": decide})
+    said = rf"^The policy Wrong fails in `decide` \({Path(__file__).name}, line \d+\): 'int' object is not subscr"
+    with pytest.raises(MinithinkError, match=said):
+        generate(engine, wrong(budget=8))
