@@ -371,7 +371,7 @@ class Stream:
         error is dropped here: the step raises it again when it is due."""
         if self._loop is not None and self._loop.captures:
             targets = _targets(sequences) if self._reads else None
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):  # a policy of a user can call exit()
                 self._loop.launch(_numbers(sequences), _newest(sequences), targets)
 
     def _advance(self, sequences: list[Track]) -> list[Track]:

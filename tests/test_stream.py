@@ -6,8 +6,9 @@ What is generated is scripted here; the law is what the text of all tokens says.
 from __future__ import annotations
 
 import codecs
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -540,15 +541,31 @@ def test_by_the_loop(engine: Engine, request: pytest.FixtureRequest, policy: str
         assert not got.cache.sequences.row_of  # type: ignore[union-attr]
 
 
+class Leaving(Policy):
+    """A policy of a user, whose code ends the program."""
+
+    def leave(self) -> None:
+        sys.exit(0)
+
+
+def without_room() -> None:
+    raise MinithinkError("no room")
+
+
 @pytest.mark.usefixtures("launched")
-def test_tokens_are_given_out_before_the_next_step_fails(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("failure", "said"), [(without_room, "no room"), (Leaving().leave, "Leaving fails in `leave` .*SystemExit")]
+)
+def test_tokens_are_given_out_before_the_next_step_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, failure: Callable[[], None], said: str
+) -> None:
     """A step that is launched ahead, and cannot be, takes nothing away from those who wait for the last one."""
     launch, calls = loop_module.DecodeLoop.launch, list[int]()
 
     def fail(self: loop_module.DecodeLoop, seqs: Sequence[int], *others: Any) -> None:
         calls.append(len(seqs))
         if len(calls) >= 4:
-            raise MinithinkError("no room")
+            failure()
         launch(self, seqs, *others)
 
     monkeypatch.setattr(loop_module.DecodeLoop, "launch", fail)
@@ -558,7 +575,7 @@ def test_tokens_are_given_out_before_the_next_step_fails(engine: Engine, monkeyp
     for _ in range(5):  # two prompts, and three steps
         next(steps)
     assert [len(s.tokens) for s in stream.sequences] == [4, 4]
-    with pytest.raises(MinithinkError, match="no room"):
+    with pytest.raises(MinithinkError, match=said):
         next(steps)
     assert calls == [2] * 5
 
