@@ -47,25 +47,38 @@ def explained(error: Exception | SystemExit) -> MinithinkError | None:
     own = None
     inherited = None
     for frame, number in traceback.walk_tb(error.__traceback__):
-        policy = frame.f_locals.get("self")
-        if not isinstance(policy, Policy):
+        policy = _policy_of(frame)
+        if policy is None:
             continue
         if not _is_ours(_module_of(frame)):
-            own = (frame, number)
+            own = (policy, frame, number)
         elif not _is_ours(type(policy).__module__):
-            inherited = (frame, number)
+            inherited = (policy, frame, number)
     found = own or inherited
     if found is None:
         return None
-    frame, number = found
+    policy, frame, number = found
     method = f"`{frame.f_code.co_name}`"
     if own is None:
         method += ", which it inherits"
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""
-    name = name_of(frame.f_locals["self"])
     why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error)
-    return MinithinkError(f"The policy {name} fails in {method} ({_place(frame, number)}): {why}.{there}")
+    return MinithinkError(f"The policy {name_of(policy)} fails in {method} ({_place(frame, number)}): {why}.{there}")
+
+
+def _policy_of(frame: FrameType) -> Policy | None:
+    """The policy whose method a frame runs; None: it runs none. In a user's code the first argument of a method need
+    not be called self."""
+    names = ["self"]
+    if not _is_ours(_module_of(frame)):
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        names += arguments[:1]
+    for name in names:
+        value = frame.f_locals.get(name)
+        if isinstance(value, Policy):
+            return value
+    return None
 
 
 def _place(frame: FrameType, number: int) -> str:

@@ -261,6 +261,16 @@ def test_a_wrong_type_that_an_inherited_method_stumbles_over_is_one_sentence(
     assert caught.value.__cause__ is not None
 
 
+@pytest.mark.parametrize("error", [ValueError("it is too loud"), SystemExit(0)])
+def test_the_first_argument_of_a_method_may_have_any_name(engine: Engine, error: BaseException) -> None:
+    def decide(this: Newest, step: Step) -> Iterable[Edit]:
+        raise error
+
+    said = rf"^The policy Wrong fails in `decide` \({Path(__file__).name}, line \d+\): it "
+    with pytest.raises(MinithinkError, match=said):
+        generate(engine, type("Wrong", (Newest,), {"decide": decide})(budget=8))
+
+
 def test_a_method_of_the_policys_own_is_named_before_one_that_it_inherits(engine: Engine) -> None:
     def decide(self: Newest, step: Step) -> Iterable[Edit]:
         yield from Newest.decide(self, step)
