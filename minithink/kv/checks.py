@@ -7,6 +7,7 @@ is captured. Values are looked at only on a CPU, where the host may read them.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Sequence
 from numbers import Number
 from typing import Any, NamedTuple, get_args
@@ -36,15 +37,32 @@ from minithink.quant import parse_pair
 EDITS = tuple(kind.__name__ for kind in get_args(Edit))
 TAILS = ("quantize", "keep")  # what `Storage.tail` may be
 COMPACTIONS = ("none", "gather", "overlapped")
+METHODS = (  # of `Policy`: managers and engines call them
+    "bind",
+    "caution",
+    "setup",
+    "reset",
+    "state",
+    "notes",
+    "counts",
+    "watch",
+    "listen",
+    "listen_prompt",
+    "decide",
+    "steer",
+    "peaks",
+    "promise",
+)
 
 
 def declared(policy: Policy) -> None:
     """Check what a policy says of itself before anything runs. The policy stays as it is.
 
     Raises:
-        UsageError: scope, demands, storage, a number, a switch or schedule are not what the contract asks for, or
-            the policy has a budget and no `decide` that could keep to it.
+        UsageError: scope, demands, storage, a number, a switch, schedule or a method are not what the contract asks
+            for, or the policy has a budget and no `decide` that could keep to it.
     """
+    _check_methods(policy)
     if policy.scope not in SCOPES:
         raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
     demanded(policy)
@@ -92,6 +110,24 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
             raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
         if demand.layers is not None:
             _check_layers(policy, demand, layers)
+
+
+def _check_methods(policy: Policy) -> None:
+    """UsageError: what has the name of a method of the contract cannot be called as that method is."""
+    for name in METHODS:
+        method = getattr(policy, name)
+        if not callable(method):
+            raise _wrong(policy, name, method, "it must be a method: give an option another name")
+        wanted = list(inspect.signature(getattr(Policy, name)).parameters)[1:]  # without self
+        found = inspect.signature(method)
+        try:
+            found.bind(*wanted)
+        except TypeError:
+            takes = ", ".join(found.parameters)
+            raise UsageError(
+                f"The policy {name_of(policy)}: `{name}` takes ({takes}) beside self, and it must take "
+                f"({', '.join(wanted)})."
+            ) from None
 
 
 def _check_storage(policy: Policy) -> None:

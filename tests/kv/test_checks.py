@@ -219,6 +219,16 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "negative slack": ({"slack": -1}, "slack is -1, and it must be at least 0"),
     "cap": ({"cap": "9"}, "cap is '9'"),
     "schedule": ({"schedule": None}, "schedule is None, and it must be a text"),
+    "a number in place of a method": (
+        {"state": 3},
+        "state is 3, and it must be a method: give an option another name",
+    ),
+    "an argument too few": ({"reset": lambda: None}, r"`reset` takes \(\) beside self, and it must take \(row\)"),
+    "an argument too many": (
+        {"setup": lambda shape, rows: None},
+        r"`setup` takes \(shape, rows\) beside self, and it must take \(shape\)",
+    ),
+    "an argument by name alone": ({"notes": lambda *, row: ""}, r"`notes` takes \(row\) beside self"),
 }
 
 
@@ -267,6 +277,10 @@ def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
             Stack([Cut(9), policy])
     else:
         assert re.search(said, refused(policy))
+
+
+def test_methods_may_have_arguments_of_other_names_and_further_ones() -> None:
+    run(Mine(lambda step: (), reset=lambda number, why="": None, notes=lambda *numbers: ""))
 
 
 LAYERS: dict[str, tuple[Demand, str]] = {

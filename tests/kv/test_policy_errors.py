@@ -241,7 +241,6 @@ WRONG = {
     "no pair": ("due", lambda policy, step: None, "decide", "cannot unpack non-iterable NoneType"),
     "no choice": ("choice", lambda policy, step, due: None, "scores", "'NoneType' object has no attribute"),
     "no mask": ("traced", "best", "decide", "'Choice' object has no attribute 'best'"),
-    "no listener": ("listen", 3, "listen_prompt", "'int' object is not callable"),
 }
 
 
@@ -255,7 +254,7 @@ def test_a_wrong_type_that_an_inherited_method_stumbles_over_is_one_sentence(
     with pytest.raises(MinithinkError) as caught:
         engine.generate([list(range(10, 20))], max_new_tokens=3, policy=wrong(budget=8), cache=cache)
     sentence = str(caught.value)
-    place = r"\(minithink\.(policies\.scored|kv\.contract), line \d+: `[^`#]+`\)"
+    place = r"\(minithink\.policies\.scored, line \d+: `[^`#]+`\)"
     said = rf"The policy Wrong fails in `{method}`, which it inherits {place}: .*{error}"
     assert re.match(said, sentence), sentence
     assert caught.value.__cause__ is not None
