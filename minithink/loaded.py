@@ -106,9 +106,7 @@ class Loaded:
             adapter=self.home.adapter,
             options=self.home.options,
         )
-        caution = calibration.caution(name, values)
-        if caution:
-            self.cautions.add(caution)
+        self.cautions.update(calibration.cautions(name, values))
         other = differences(values.get("settings"), self.home.template, self.tokenizer.tags)
         if other:
             self.cautions.add(

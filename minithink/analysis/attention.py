@@ -33,7 +33,7 @@ from minithink.cli.models import model_name, model_options, model_settings
 from minithink.engine import Engine, load
 from minithink.errors import UsageError
 from minithink.ref.decode_attention import group_reduce
-from minithink.reread.attention import QUERIES, read
+from minithink.reread.attention import QUERIES, layer_row, read
 from minithink.reread.density import density, noise_like, peaks
 from minithink.reread.later import thinking_of
 from minithink.results import record
@@ -142,8 +142,8 @@ def look(engine: Engine, trace: Trace, tau: int, seed: int) -> Look:
         p = group_reduce(logits, seen, "none")  # [n, Hq, S]
         for name, places in FIRST.items():
             first[name][layer] += p[:, :, places].double().sum((0, 2)).cpu()
-        together = group_reduce(logits, seen, "max_logit")  # [n, Hkv, S]
-        found[layer].append(loaded.decoder.backend.sparsity(together, seen).cpu())
+        row = layer_row(logits, seen)  # [n, 1, S]
+        found[layer].append(loaded.decoder.backend.sparsity(row, seen).cpu())
 
     queries = torch.arange(start, len(ids), device=loaded.device)
     read(loaded, ids, see, queries=queries, at_once=QUERIES)

@@ -1,10 +1,11 @@
 """Three premises, looked at in full-cache traces: attention sparsity tells thoughts apart; answers attend to thinking
 far back; a steering vector makes a model doubt less.
 
-Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest, mean over heads
-and over segments of τ tokens. A segment's kind is that of most of its tokens. Sparsity grows with the length of a
-text, so kinds are compared within thirds of a text. Thoughts are known from the traces' wording (`thoughts.py`): a
-line has the kind of its first sentence. Answer attention is DynTS's and Crystal-KV's.
+Sparsity is ThinKV's: the share of cached tokens whose attention is below 1 % of the row's largest. The row of a layer
+is the mean of its KV heads' rows, and sparsity is averaged over segments of τ tokens. A segment's kind is that of
+most of its tokens. Sparsity grows with the length of a text, so kinds are compared within thirds of a text. Thoughts
+are known from the traces' wording (`thoughts.py`): a line has the kind of its first sentence. Answer attention is
+DynTS's and Crystal-KV's.
 
 The steering vector is a difference of mean hidden states at blank lines: that before other thoughts minus that before
 transitions (SEAL, SkipKV §4.2). This sign is meant to lessen transitions. The vector is added at blank lines, as SEAL
@@ -30,7 +31,7 @@ from minithink.cli.commands import natural, positive
 from minithink.engine import Engine
 from minithink.ref.decode_attention import group_reduce
 from minithink.ref.sparsity import sparsity
-from minithink.reread.attention import read
+from minithink.reread.attention import layer_row, read
 from minithink.results.progress import progress
 from minithink.tasks import Problem
 from minithink.text.openings import area, direction, openings, sentences
@@ -122,7 +123,8 @@ def look(engine: Engine, prompt: list[int], generated: list[int], layer: int, ta
         p = group_reduce(logits, seen, "none")  # [tokens, Hq, S]
         answer = p[end + 1 :, :, start:end].sum((0, 1))  # behind </think>; mass by thinking token
         total = answer.sum()
-        measured["sparsity"].append(sparsity(p[start:end], seen[start:end]).cpu())
+        row = layer_row(logits[start:end], seen[start:end])
+        measured["sparsity"].append(sparsity(row, seen[start:end]).cpu())
         measured["far"].append((answer[:-FAR].sum() / total).cpu())
         measured["top"].append((answer.sort(descending=True).values[: max(1, n // 10)].sum() / total).cpu())
         measured["on"].append((total / p[end + 1 :].sum()).cpu())

@@ -4,10 +4,11 @@ ThinKV measures the sparsity of a layer by one row of attention, and the layer h
 with "for sparsity analysis, attention scores are averaged across groups"; a group is the query heads of one KV head.
 Three rules can be read in that:
 
-    shares     every KV head is counted, and the shares of its tokens below 1 % are averaged: what `ref/sparsity.py`
-               does, and what shipped calibrations are made with
     weights    the weights of eq. 4 are averaged over KV heads, and the mean row is counted. Footnote 2 calls these
-               weights "normalized attention scores", so this is the nearest to the paper's words
+               weights "normalized attention scores", so this is the nearest to the paper's words. It is what `thinkv`
+               and `calibrate thoughts` do
+    shares     every KV head is counted, and the shares of its tokens below 1 % are averaged. The control
+               `thinkv_head_rows` does this (`minithink/bench/methods/thinkv_controls.py`)
     scores     the largest logits of eq. 3, which §C.2 calls scores, are averaged, softmax follows, and its row is
                counted
 
@@ -15,12 +16,12 @@ With one KV head the three are the same. With several, a mean row is compared wi
 of the heads that look most sharply: a head that spreads its attention hardly counts.
 
 The model answers problems with the full cache, and its texts are read once. Each rule gets the whole calibration of
-`calibrate thoughts`. Segments are then typed by each rule, and compared with the types by `shares`:
+`calibrate thoughts`. Segments are then typed by each rule, and compared with the types by `weights`:
 
     own        with the rule's own L* and thresholds: a calibration that is made anew
-    layers     with the L* of `shares`, and thresholds that give each type its usual share of the rule's own values
+    layers     with the L* of `weights`, and thresholds that give each type its usual share of the rule's own values
                there (quantiles, `choose.py`): layers that are chosen by chance make no difference
-    same       with the L* and the thresholds of `shares`: the rule changes, and the calibration is kept
+    same       with the L* and the thresholds of `weights`: the rule changes, and the calibration is kept
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ from minithink.calibrate.thoughts import (
     load_examples,
     machine_of,
 )
+from minithink.checkpoint.calibration import AVERAGE
 from minithink.cli.commands import finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_settings
 from minithink.engine import Engine
@@ -58,13 +60,13 @@ from minithink.evaluate.datasets import Example
 from minithink.loaded import Loaded
 from minithink.policies.thinkv import Tbe, type_of
 from minithink.ref.decode_attention import group_reduce
-from minithink.reread.attention import QUERIES, read
+from minithink.reread.attention import QUERIES, layer_row, read
 from minithink.results import record
 from minithink.results.progress import progress
 from minithink.sampling import SamplingParams
 
 TYPES = 3  # |T|
-HERE = "shares"  # the rule of `ref/sparsity.py`
+HERE = AVERAGE  # the rule of `thinkv`, with which the others are compared
 
 Line = dict[str, Any]  # of `thoughts.line_about`
 
@@ -125,27 +127,21 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     return 0
 
 
-def by_shares(logits: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """One row for each KV head. logits: [n, Hkv, g, S]; seen: bool [n, 1, S] → the rows, [n, Hkv, S], and `seen`."""
-    return group_reduce(logits, seen, "max_logit"), seen
+def by_shares(logits: Tensor, seen: Tensor) -> Tensor:
+    """One row for each KV head. logits: [n, Hkv, g, S]; seen: bool [n, 1, S] → [n, Hkv, S]."""
+    return group_reduce(logits, seen, "max_logit")
 
 
-def by_weights(logits: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of these rows: [n, 1, S]."""
-    p = group_reduce(logits, seen, "max_logit")
-    return p.mean(1, keepdim=True), seen
-
-
-def by_scores(logits: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def by_scores(logits: Tensor, seen: Tensor) -> Tensor:
     """The softmax of the mean of the groups' largest logits: [n, 1, S]."""
     largest = logits.amax(2, keepdim=True)  # [n, Hkv, 1, S]
     mean = largest.mean(1, keepdim=True)
-    return group_reduce(mean, seen, "max_logit"), seen
+    return group_reduce(mean, seen, "max_logit")
 
 
-RULES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    HERE: by_shares,
-    "weights": by_weights,
+RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    HERE: layer_row,
+    "shares": by_shares,
     "scores": by_scores,
 }
 
@@ -158,8 +154,8 @@ def sparsities(loaded: Loaded, ids: Sequence[int], first: int) -> dict[str, Tens
 
     def see(layer: int, logits: Tensor, seen: Tensor) -> None:
         for name, rule in RULES.items():
-            p, valid = rule(logits, seen)
-            found[name][layer].append(loaded.decoder.backend.sparsity(p, valid).cpu())
+            rows = rule(logits, seen)
+            found[name][layer].append(loaded.decoder.backend.sparsity(rows, seen).cpu())
 
     queries = torch.arange(first, len(ids), device=loaded.device)
     read(loaded, ids, see, queries=queries, at_once=QUERIES)
@@ -192,7 +188,7 @@ def measure(
 
 
 def concluded(lines: Mapping[str, Sequence[Line]], count: int) -> dict[str, Any]:
-    """The calibration of every rule, and how its types differ from those of `shares`. count: |L*| at most."""
+    """The calibration of every rule, and how its types differ from those of `weights`. count: |L*| at most."""
     calibrations = {name: conclude(own, TYPES, count) for name, own in lines.items()}
     usual = calibrations[HERE]
     refresh = {name: refreshes(own) for name, own in lines.items()}

@@ -34,6 +34,7 @@ from minithink.calibrate.problems import (
 )
 from minithink.calibrate.reading import averaged, types
 from minithink.calibrate.report import conclude, eviction, summary
+from minithink.checkpoint.calibration import AVERAGE
 from minithink.cli.commands import INTERRUPTED, finite, location, natural, positive
 from minithink.cli.models import add_model_arguments, model_settings
 from minithink.engine import Engine
@@ -219,6 +220,7 @@ def settings_of(
     names = ("dataset", "split", "num_prompts", "thoughts", "num_layers", "sparsity_rows", "policy")
     settings = {
         "checkpoint": engine.loaded.home.checkpoint,
+        "average": AVERAGE,  # over KV heads, see `averaging.py`
         "control": "spectrum",  # modes are also counted in noise with this in common, see `noise_like`
         **{name: getattr(args, name) for name in names},
         "budget": policy.budget,

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ COMMANDS = {  # what makes each file
     FORESIGHT: "foresight",
     **{f"predictor-{target}.safetensors": f"predictor --targets {target}" for target in TARGETS},
 }
+# What ThinKV averages over the KV heads of a layer before it counts: attention weights (§C.2). It is a setting of
+# thoughts*.json. Files of earlier versions lack it: each head was counted, and the shares were averaged.
+AVERAGE = "weights"
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # of tensors in these files
 METADATA = "minithink"  # the field of a file of vectors that has its JSON
 VECTORS = ("plain", "matched")  # tensors of STEERING, see `calibrate/steering.py`
@@ -183,14 +186,24 @@ def check_draws(
             )
 
 
-def caution(name: str, values: dict[str, Any]) -> str:
-    """What users must be told of a calibration that is read; "": nothing."""
-    if not values.get("fallback"):
-        return ""
-    return (
-        f"attention sparsity does not tell this model's thoughts apart, so the thresholds in {name} only give each "
-        "type of thought its usual share"
-    )
+def cautions(name: str, values: Mapping[str, Any]) -> Iterator[str]:
+    """What users must be told of a calibration that is read."""
+    if name.startswith("thoughts") and _average(values) != AVERAGE:
+        yield (
+            f"{name} was made when ThinKV counted each KV head alone, and now it counts the mean of their attention: "
+            "these layers and thresholds do not fit, so calibrate again"
+        )
+    if values.get("fallback"):
+        yield (
+            f"attention sparsity does not tell this model's thoughts apart, so the thresholds in {name} only give "
+            "each type of thought its usual share"
+        )
+
+
+def _average(values: Mapping[str, Any]) -> object:
+    """What a file of thresholds says was averaged over KV heads; None: it does not say."""
+    settings = values.get("settings")
+    return settings.get("average") if isinstance(settings, dict) else None
 
 
 def command(

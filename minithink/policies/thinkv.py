@@ -5,6 +5,7 @@ segment ends, φ tells the type of the next one. The paper's parts:
 
     φ    (§3.1, §4.1)  s: the share of cached tokens whose attention weight is below 1 % of the row's largest, in the
                        mean over the layers L*.    E if s < θ1,    R if θ1 ≤ s < θ2,    T if s ≥ θ2
+         (§C.2)        The row of a layer is the mean of the rows of its KV heads.
     TBQ  (§4.2)        g tokens at a time are quantized in the format of their type
     TBE  (§4.3)        segments shrink along R = {64, 32, 16, 8, 4}, beginning with R_1 (in the paper R_0).
                        The n-th time that a segment c is selected, |c| ← min(|c|, R_n). These are selected:
@@ -49,6 +50,7 @@ from torch import Tensor
 from minithink.errors import UsageError
 from minithink.kv.contract import Edit, Evict, OpenSegment, Shape, Step
 from minithink.policies.thinkv_options import ThinKVOptions
+from minithink.ref.sparsity import mean_row, mean_row_by_position
 from minithink.text.thoughts import EXECUTION, REASONING, TRANSITION
 
 
@@ -77,7 +79,8 @@ class ThinKV(ThinKVOptions):
 
     def setup(self, shape: Shape) -> None:
         super().setup(shape)
-        segments = shape.tokens // self.tau + 2
+        self.tokens = shape.tokens
+        segments = self.tokens // self.tau + 2
         # Of every segment its type, and n: how many times it was annealed.
         self.kind = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
         self.level = torch.zeros(shape.rows, segments, dtype=torch.uint8, device=shape.device)
@@ -170,19 +173,31 @@ class ThinKV(ThinKVOptions):
     def _by_sparsity(self, step: Step) -> Tensor:
         """φ of the sparsity, averaged over the layers L* and the last Q queries (`sparsity_rows`): uint8 [B]."""
         weights = torch.stack([step.rows(layer) for layer in self.measured])  # [L*, B, Hkv, Q, S]
+        weights = weights.transpose(2, 3)  # [L*, B, Q, Hkv, S]
         pos = torch.stack([step.pos(layer) for layer in self.measured])[:, :, None]  # [L*, B, 1, Ht, S]
-        age = torch.arange(weights.shape[3] - 1, -1, -1, device=pos.device)  # [Q], of the queries; the newest has 0
+        row, pos = self._mean_row(weights, pos)  # [L*, B, Q, 1, S], [L*, B, 1, 1, S]
+        age = torch.arange(row.shape[2] - 1, -1, -1, device=pos.device)  # [Q], of the queries; the newest has 0
         newest = step.prompt + step.clock - 1  # position of the newest token
         # Sequences without a refresh see no token; `decide` does not use their type.
         last = torch.where(step.clock % self.tau == 0, newest, -1)
         query_pos = last[:, None] - age  # [B, Q]
-        valid = (pos >= 0) & (pos <= query_pos[..., None, None])  # [L*, B, Q, Ht, S]
-        sparsity = step.ops.sparsity(weights.transpose(2, 3), valid)  # [L*, B, Q]
+        valid = (pos >= 0) & (pos <= query_pos[..., None, None])  # [L*, B, Q, 1, S]
+        sparsity = step.ops.sparsity(row, valid)  # [L*, B, Q]
         if self.sparsity_rows == 1:
             return type_of(sparsity.mean((0, 2)), self.theta)
         exists = newest[:, None] >= age  # [B, Q]: a short prompt has fewer queries than Q
         mean = (sparsity * exists).sum(-1).mean(0) / exists.sum(-1).clamp(min=1)
         return type_of(mean, self.theta)
+
+    def _mean_row(self, weights: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean over KV heads (§C.2), and the positions of its tokens: [L*, B, Q, 1, S], [L*, B, 1, 1, S].
+
+        weights: [L*, B, Q, Hkv, S]; pos: [L*, B, 1, Ht, S]. Where heads hold different tokens, the columns become
+        positions.
+        """
+        if pos.shape[-2] == 1:
+            return mean_row(weights), pos
+        return mean_row_by_position(weights, pos, self.tokens)
 
     def evict(self, step: Step) -> Iterator[Evict]:
         """TBE: evict the tokens that segments may not keep. With T0 also the group of transition tokens that has just
@@ -287,9 +302,11 @@ class Tbe(ThinKV):
 # - The type is measured when the last token of the segment before is in the cache, as in step b of §D.6. Listing 1
 #   measures one token later. So the type of the first segment is measured with the prompt's last query.
 # - The prompt is reasoning, as in §6.1. Here it is also protected, and is part of no segment.
-# - The sparsity of a layer is the mean over its KV heads of the share of weights below 1 % of the row's largest. §C.2
-#   averages the attention scores over the groups, so it averages before it counts. That gives other types to many
-#   segments (docs/appendix/thinkv-sparsity.md), and calibrations and results were made in the order that is here.
+# - The rows of a layer's KV heads are averaged, and then the mean row is counted, as §C.2 says. It calls what is
+#   averaged "attention scores". Here these are the weights of equation 4, which footnote 2 calls "normalized
+#   attention scores". docs/appendix/thinkv-sparsity.md compares other readings.
+# - In the paper the KV heads of a layer hold the same tokens. In a stack of finer scope they may hold different ones:
+#   then a head gives a token that it does not hold the weight 0, and a token counts if any head holds it.
 # - One query is measured, the newest: a decode step has no other (figure 13). Its weights are those that attention
 #   computes anyway. With sparsity_rows > 1 the weights of all these queries are computed again from the keys.
 # - thoughts=keyword takes the type from the words of the answer so far (`text/thoughts.py`: the words of table 7, and

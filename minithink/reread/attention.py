@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minithink.loaded import Loaded
 from minithink.ref.decode_attention import group_reduce
+from minithink.ref.sparsity import mean_row
 
 QUERIES = 128  # that `sparsity` reads at once: bounds the memory of their logits
 
@@ -63,17 +64,24 @@ def read(
 @torch.inference_mode()
 def sparsity(loaded: Loaded, ids: Sequence[int], first: int) -> Tensor:
     """The sparsity of every query from position `first` on, in every layer: float32 [len(ids) − first, L]. It is what
-    a policy measures (`ref/sparsity.py` over `group_reduce`)."""
+    a policy measures (`ref/sparsity.py` over `layer_row`)."""
     found = defaultdict[int, list[Tensor]](list)
 
     def see(layer: int, logits: Tensor, seen: Tensor) -> None:
-        p = group_reduce(logits, seen, "max_logit")
-        found[layer].append(loaded.decoder.backend.sparsity(p, seen).cpu())
+        row = layer_row(logits, seen)
+        found[layer].append(loaded.decoder.backend.sparsity(row, seen).cpu())
 
     queries = torch.arange(first, len(ids), device=loaded.device)
     read(loaded, ids, see, queries=queries, at_once=QUERIES)
     layers = [torch.cat(parts) for parts in found.values()]
     return torch.stack(layers, dim=1)
+
+
+def layer_row(logits: Tensor, seen: Tensor) -> Tensor:
+    """The row of attention in which ThinKV counts (§C.2): for each KV head the softmax of its largest logits
+    (equations 3 and 4), and the mean of these rows. logits: [n, Hkv, g, S]; seen: bool [n, 1, S] → float32 [n, 1, S].
+    """
+    return mean_row(group_reduce(logits, seen, "max_logit"))
 
 
 class _Text:

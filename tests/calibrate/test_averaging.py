@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 def counted(name: str, logits: Tensor, seen: Tensor) -> Tensor:
     """The sparsity of n queries by one rule. logits: [n, Hkv, g, S]; seen: bool [n, 1, S]."""
-    return of_rows(*RULES[name](logits, seen))
+    return of_rows(RULES[name](logits, seen), seen)
 
 
 def test_the_three_rules_by_hand() -> None:
@@ -68,11 +68,11 @@ def test_what_is_not_seen_changes_nothing(seed: int) -> None:
 
 
 def test_a_text_is_read_once_for_all_rules(model: Path) -> None:
-    """`shares` is what policies measure, and each rule has a row for every query and a column for every layer."""
+    """`weights` is what policies measure, and each rule has a row for every query and a column for every layer."""
     engine = load(model, device="cpu")
     ids = engine.prompt_ids("What is 3 + 4?") * 3
     found = sparsities(engine.loaded, ids, 5)
-    assert torch.equal(found["shares"], sparsity(engine.loaded, ids, 5))
+    assert torch.equal(found["weights"], sparsity(engine.loaded, ids, 5))
     shape = (len(ids) - 5, engine.config.num_layers)
     for name, u in found.items():
         assert u.shape == shape, name
@@ -93,7 +93,7 @@ def test_the_rule_that_is_here_calibrates_as_calibrate_thoughts_does(
     measured: dict[str, Any], model: Path, problems: Path, tmp_path: Path
 ) -> None:
     want = calibrate(model, problems, output=tmp_path, temperature=0, compare=0)
-    found = measured["measurements"]["rules"]["shares"]
+    found = measured["measurements"]["rules"]["weights"]
     for name in ("layers", "thresholds", "chosen", "fallback"):
         assert found[name] == want[name], name
     del want["measurements"]["eviction"]
@@ -104,11 +104,11 @@ def test_the_other_rules_are_compared_with_it(measured: dict[str, Any]) -> None:
     assert measured["complete"]
     assert measured["command"].startswith("python -m minithink.calibrate averaging --model model")
     m = measured["measurements"]
-    segments = m["rules"]["shares"]["measurements"]["keywords"]["segments"]
-    assert list(m["types_beside_shares"]) == ["weights", "scores"]
-    for of in m["types_beside_shares"].values():
+    segments = m["rules"]["weights"]["measurements"]["keywords"]["segments"]
+    assert list(m["types_beside_weights"]) == ["shares", "scores"]
+    for of in m["types_beside_weights"].values():
         assert {of[how]["segments"] for how in ("own", "layers", "same")} == {segments}
-        assert len(of["correlation_by_layer"]) == len(m["rules"]["shares"]["measurements"]["layers"])
+        assert len(of["correlation_by_layer"]) == len(m["rules"]["weights"]["measurements"]["layers"])
 
 
 def line(prompt: int, values: list[list[float]]) -> dict[str, Any]:
@@ -131,26 +131,26 @@ def test_a_change_of_rule_is_told_from_a_change_of_scale() -> None:
     """Values that are half as large are in the same order: only with old thresholds do types change."""
     values = [[0.1 * i, 0.1 * i] for i in range(10)]
     halves = [[0.05 * i, 0.05 * i] for i in range(10)]
-    found = concluded({"shares": [line(0, values)], "weights": [line(0, halves)]}, 2)["types_beside_shares"]
-    assert found["weights"]["own"]["agree"] == 1
-    assert found["weights"]["layers"]["agree"] == 1
-    assert found["weights"]["same"]["agree"] < 0.7
-    assert found["weights"]["correlation_by_layer"] == pytest.approx([1, 1])
+    found = concluded({"weights": [line(0, values)], "shares": [line(0, halves)]}, 2)["types_beside_weights"]
+    assert found["shares"]["own"]["agree"] == 1
+    assert found["shares"]["layers"]["agree"] == 1
+    assert found["shares"]["same"]["agree"] < 0.7
+    assert found["shares"]["correlation_by_layer"] == pytest.approx([1, 1])
 
 
 def test_layers_that_another_rule_chooses_are_told_apart() -> None:
     """The second layer turns the order round; a rule that measures it types otherwise, and with the layers of
-    `shares` it does not."""
+    `weights` it does not."""
     values = [[0.1 * i, 0.9 - 0.1 * i] for i in range(10)]
     usual = [line(0, values)]
     other = [line(0, values)]
     for one, layer in ((usual, 0), (other, 1)):
         one[0]["layers"][layer] |= {"modes": [0.1, 0.5, 0.9], "valleys": [0.3, 0.7], "depths": [0.5, 0.5]}
-    found = concluded({"shares": usual, "weights": other}, 1)
-    assert [found["rules"][name]["layers"] for name in ("shares", "weights")] == [[0], [1]]
-    beside = found["types_beside_shares"]["weights"]
+    found = concluded({"weights": usual, "shares": other}, 1)
+    assert [found["rules"][name]["layers"] for name in ("weights", "shares")] == [[0], [1]]
+    beside = found["types_beside_weights"]["shares"]
     assert beside["own"]["agree"] < 0.5
-    assert beside["layers"]["agree"] > 0.7, "its thresholds are quantiles, and those of `shares` are valleys"
+    assert beside["layers"]["agree"] > 0.7, "its thresholds are quantiles, and those of `weights` are valleys"
     assert beside["same"]["agree"] == 1
 
 

@@ -85,6 +85,15 @@ def test_a_fallback_is_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert not engine.cautions, "what is said needs no file"
 
 
+def test_thresholds_of_another_order_are_told(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads((copy / "thoughts.json").read_text())
+    words = ["--model", str(copy), "--device", "cpu", "--policy", POLICY, "--budget", "60", "--max-new-tokens", "2"]
+    for settings, times in (({}, 1), ({"average": "weights"}, 0)):
+        write(copy, values | {"settings": settings})
+        assert cli.main(["Alpha", *words]) == 0
+        assert capsys.readouterr().err.count("thoughts.json was made when ThinKV counted each KV head alone") == times
+
+
 def test_members_of_a_stack_learn_it_and_what_they_must_see(copy: Path) -> None:
     engine = load(copy, device="cpu")
     stack = engine._policy(f"random+{POLICY}", 60, None)

@@ -34,9 +34,9 @@ def test_the_policy_sees_the_same(tiny: Engine, text: tuple[list[int], list[int]
     """Where nothing is evicted, types follow from the second reading; thresholds between the values that occur."""
     prompt, generated = text
     found = sparsity(tiny.loaded, [*prompt, *generated[:-1]], len(prompt) - rows)
-    u = averaged(found, rows, NEW)[::8][:, [1, 4]].mean(1)
+    u = averaged(found, rows, NEW)[::8][:, [0, 7]].mean(1)
     low, high = u.sort().values[[1, 3]] - 1e-3
-    theta = f"layers=1/4,thresholds={low:.6f}/{high:.6f}"
+    theta = f"layers=0/7,thresholds={low:.6f}/{high:.6f}"
     want = type_of(u, [float(low), float(high)]).tolist()
     assert len(set(want)) == 3
     policy = parse(f"tbe:tau=8,sparsity_rows={rows},{theta}", budget=999)

@@ -68,6 +68,7 @@ def test_the_file_says_what_was_found_and_how(calibrated: Path, model: Path) -> 
     assert values["complete"]
     assert values["command"].startswith("python -m minithink.calibrate thoughts --model model")
     assert values["settings"]["budget"] == 60
+    assert values["settings"]["average"] == "weights"
     assert len(values["layers"]) == 2
     assert values["thresholds"] == sorted(values["thresholds"])
     assert len(values["thresholds"]) == 2

@@ -62,6 +62,20 @@ def test_the_embedded_model_ships_calibrated() -> None:
     assert not list(TINY.glob("*.jsonl"))
 
 
+def test_thresholds_of_another_order_are_told() -> None:
+    """ThinKV averages the attention of KV heads, and earlier versions averaged the shares of each head."""
+    now = {"settings": {"average": "weights"}}
+    for name in ("thoughts.json", "thoughts-2.json"):
+        for values in (GOOD, GOOD | {"settings": {}}, GOOD | {"settings": None}):
+            [said] = calibration.cautions(name, values)
+            assert said.startswith(f"{name} was made when ThinKV counted each KV head alone")
+            assert said.endswith("calibrate again")
+        assert not [*calibration.cautions(name, GOOD | now)]
+        assert len([*calibration.cautions(name, GOOD | now | {"fallback": True})]) == 1
+        assert len([*calibration.cautions(name, GOOD | {"fallback": True})]) == 2
+    assert not [*calibration.cautions(calibration.STEERING, {"layer": 1})]
+
+
 def test_what_decides_is_recorded() -> None:
     """Of vectors the layer and a hash, which another vector changes."""
     assert calibration.identity("thoughts.json", GOOD | {"more": 1}) == {"layers": [0, 1], "thresholds": [0.1, 0.2]}

@@ -171,6 +171,8 @@ STACKS = (
     "kivi:group=16,residual=16,block=4+random:budget=20",
     "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
     "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,types=1",
+    "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,layers=0/1,"
+    "thresholds=0.05/0.2,sparsity_rows=2",
     "snapkv:cap=8,window=3,kernel_size=3+thinkv:budget=26,tau=8,retention=4/2,g=4,block=2,layers=0/1,"
     "thresholds=0.44/0.54",
     "snapkv:cap=6,window=2+window:budget=14,protect_prompt=true",

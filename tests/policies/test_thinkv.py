@@ -18,7 +18,7 @@ from minithink.kv.manager import KVManager
 from minithink.kv.reading import Reading
 from minithink.kv.table import printed
 from minithink.model import Rope
-from minithink.policies import thinkv, thinkv_options
+from minithink.policies import parse, thinkv, thinkv_options
 from minithink.policies.thinkv import Tbe, Tbq, ThinKV
 from minithink.quant import parse_pair
 from minithink.ref.kmeans import kmeans
@@ -247,7 +247,8 @@ def test_nothing_is_lost_where_nothing_has_to_go() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None:
-    """Against the definition, for both layers together; thresholds between the values that occur."""
+    """Against the definition, for both layers together; thresholds between the values that occur. The rows of a
+    layer's KV heads are averaged before tokens are counted."""
     seen: list[float] = []
 
     @dataclass
@@ -263,10 +264,12 @@ def test_the_type_is_that_of_the_sparsity_of_the_last_queries(rows: int) -> None
                 for i in range(rows):
                     age = rows - 1 - i
                     past = step.pos(layer)[0, 0] <= int(step.prompt[0] + step.clock[0]) - 1 - age
+                    of_heads = []
                     for head in range(2):
                         logits = (q[2 * head : 2 * head + 2, i] @ k[head].T / 2).amax(0)[past]
-                        p = logits.softmax(-1)
-                        shares.append(float((p < 0.01 * p.max()).double().mean()))
+                        of_heads.append(logits.softmax(-1))
+                    p = (of_heads[0] + of_heads[1]) / 2
+                    shares.append(float((p < 0.01 * p.max()).double().mean()))
             seen.append(sum(shares) / len(shares))
             return super().classify(step)
 
@@ -308,6 +311,50 @@ def test_a_short_prompt_has_fewer_queries(monkeypatch: pytest.MonkeyPatch) -> No
         followed(Tbe(budget=99, tau=5, layers="0/1", thresholds="0/2", sparsity_rows=rows), [4], 0, decoder=sharp)
     assert seen[0] == seen[1]
     assert seen[0][0] > 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_heads_that_hold_different_tokens_give_the_others_no_weight(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a stack with R-KV, whose heads evict for themselves: the mean is over positions."""
+    seen: list[list[float]] = []
+    want: list[float] = []
+    kind = thinkv.type_of
+    monkeypatch.setattr(thinkv, "type_of", lambda s, theta: (seen.append(s.tolist()), kind(s, theta))[1])
+    classify = ThinKV.classify
+    differ = 0
+
+    def watched(self: ThinKV, step: Step) -> Tensor:
+        nonlocal differ
+        shares = []
+        for layer in (0, 1):
+            lanes = step.pos(layer)[0].tolist()
+            differ += lanes[0] != lanes[1]
+            newest = int(step.prompt[0] + step.clock[0]) - 1
+            for i in range(rows):
+                row: dict[int, float] = {}
+                for lane, weights in zip(lanes, step.rows(layer)[0, :, i].tolist(), strict=True):
+                    for position, weight in zip(lane, weights, strict=True):
+                        if 0 <= position <= newest - (rows - 1 - i):
+                            row[position] = row.get(position, 0) + weight / 2
+                shares.append(sum(p < 0.01 * max(row.values()) for p in row.values()) / len(row))
+        want.append(sum(shares) / len(shares))
+        return classify(self, step)
+
+    monkeypatch.setattr(ThinKV, "classify", watched)
+    sharp = random_decoder(TINY)
+    for name, weight in sharp.named_parameters():
+        if name.endswith("norm") and weight.dim() == 2:
+            weight.mul_(6)
+    text = (
+        "rkv:budget=30,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=33,tau=8,retention=4/2,"
+        f"precision=R16E16T16,layers=0/1,thresholds=0.2/0.4,sparsity_rows={rows}"
+    )
+    followed(parse(text), [7], 60, decoder=sharp)
+    assert [s for [s] in seen] == pytest.approx(want)
+    assert differ > 8, "most of the 8 segments begin where the heads of both layers hold different tokens"
+    assert len(set(want)) > 4, "a test of one value shows little"
 
 
 # --- formats and pages --------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from minithink.bench.methods.settings import CHOSEN, RKV
 from minithink.bench.methods.thinkv_controls import (
     BestScale,
     Counted,
-    MeanRows,
+    HeadRows,
     NoCase1,
     RandomSurvivors,
     RandomTypes,
@@ -74,12 +74,12 @@ def _shares_under_eviction() -> str:
     return f"transition={shares['transition']:.2f},execution={shares['execution']:.2f}"
 
 
-def _mean_rows() -> str:
-    """ThinKV that averages before it counts, with layers and thresholds of that rule."""
+def _head_rows() -> str:
+    """ThinKV that counts before it averages, with layers and thresholds of that rule."""
     measured = json.loads(record.default_path("thinkv-averaging").read_text(encoding="utf-8"))
-    found = measured["measurements"]["rules"]["weights"]
+    found = measured["measurements"]["rules"]["shares"]
     layers, thresholds = ("/".join(map(str, found[name])) for name in ("layers", "thresholds"))
-    return f"{MeanRows.name}:layers={layers},thresholds={thresholds}"
+    return f"{HeadRows.name}:layers={layers},thresholds={thresholds}"
 
 
 FOUR = "precision=R4E4T4"  # equal bits, so that types only decide what is evicted
@@ -156,7 +156,7 @@ SWEEPS = {
             RandomTypes.name,
             f"{RandomTypes.name}:{_shares_under_eviction()}",
             "thinkv:types=1",
-            _mean_rows(),
+            _head_rows(),
             # TBE: tokens by lot, no case 1, the paper's soft budget
             RandomSurvivors.name,
             NoCase1.name,

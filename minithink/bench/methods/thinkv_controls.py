@@ -6,8 +6,9 @@ A part is worth what is lost without it. Each control is ThinKV but for one thin
     thinkv_random_types       φ: the type of a segment is drawn by lot
     thinkv_random_survivors   K-means: the tokens of a segment that stay are drawn by lot
     thinkv_no_case_1          case 1: segments shrink only where a lane is too full
-    thinkv_mean_rows          where heads are averaged: §C.2's "attention scores are averaged across groups", taken by
-                              its letter (`calibrate/averaging.py`, the rule `weights`)
+    thinkv_head_rows          where heads are averaged: each KV head is counted, and the shares are averaged, against
+                              §C.2 (`calibrate/averaging.py`, the rule `shares`). Earlier versions of ThinKV did this,
+                              and the control was the other order, `thinkv_mean_rows`, of which the pool has runs
     thinkv_best_scale         the scale of 2 bits: that of least squared error (`quant/ternary_best.py`)
 
 All of them count the segments of each type that they open. So the comparison says how many bits a generated token has
@@ -214,42 +215,27 @@ class BestScale(Counted):
 
 @register_unlisted
 @dataclass
-class MeanRows(Counted):
-    """ThinKV that averages attention over the KV heads of a layer before it counts.
+class HeadRows(Counted):
+    """ThinKV that counts each KV head of a layer, and averages their shares.
 
-    The calibration that ships has the thresholds of the other order, so the text gives layers and thresholds.
+    The model's calibration has the thresholds of the other order, so the text gives layers and thresholds.
     """
 
-    name = "thinkv_mean_rows"
-    summary = "ThinKV that averages attention over heads before the 1 % rule (a control)"
+    name = "thinkv_head_rows"
+    summary = "ThinKV that applies the 1 % rule to each KV head, and then averages (a control)"
     capturable = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self._measures and not self.layers:
             raise UsageError(
-                f"{self.name} cannot use the model's calibration, which counts before it averages: give layers=… and "
-                "thresholds=…, of the rule `weights` of `python -m minithink.calibrate averaging`."
+                f"{self.name} cannot use the model's calibration, which averages before it counts: give layers=… and "
+                "thresholds=…, of the rule `shares` of `python -m minithink.calibrate averaging`."
             )
 
-    def setup(self, shape: Shape) -> None:
-        super().setup(shape)
-        if shape.scope == "head":
-            raise UsageError(
-                f"{self.name} averages attention over KV heads, and in this stack they hold different tokens: run it "
-                "alone."
-            )
-
-    def told(self, step: Step) -> Tensor:
-        return super().told(cast(Step, _Averaged(step)))
-
-
-class _Averaged(_Changed):
-    """A step with one row of attention for all KV heads of a layer, their mean."""
-
-    def rows(self, layer: int) -> Tensor:
-        """As `Step.rows`: float32 [B, 1, rows, S]."""
-        return self._step.rows(layer).mean(1, keepdim=True)
+    def _mean_row(self, weights: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of all KV heads, as they are: `sparsity` averages their shares."""
+        return weights, pos
 
 
 # Choices

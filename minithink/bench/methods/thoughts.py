@@ -72,15 +72,20 @@ def by_type(m: Row) -> tuple[float, ...]:
 
 
 AVERAGED = {  # rules of `calibrate/averaging.py`, in words
-    "shares": "shares of tokens, behind the rule: here",
+    "shares": "shares of tokens, behind the rule",
     "weights": "attention weights, before it: §C.2",
     "scores": "logits, before it: §C.2 in another reading",
 }
+BESIDE = "types_beside_"  # and the rule with which a result compares the others
 
 
 def averaging(result: Result) -> Iterable[Row]:
-    """The rules by which heads are averaged, one row a rule."""
+    """The rules by which heads are averaged, one row a rule; the first is the one that the others are compared with.
+
+    That is `weights`; in results of earlier versions it is `shares`, which ThinKV went by then.
+    """
     m = result["measurements"]
+    [beside] = [of for name, of in m.items() if name.startswith(BESIDE)]
     for name, calibration in m["rules"].items():
         found = calibration["measurements"]
         looks = found["layers"]
@@ -93,19 +98,19 @@ def averaging(result: Result) -> Iterable[Row]:
             "layers": calibration["layers"],
             "thresholds": calibration["thresholds"],
             "kappa": found["keywords"]["kappa"],
-            **{f"{how}_types": of for how, of in m["types_beside_shares"].get(name, {}).items()},
+            **{f"{how}_types": of for how, of in beside.get(name, {}).items()},
         }
 
 
 def averaging_said(result: Result) -> Iterable[str]:
     """The texts that were read and the meaning of the columns, as sentences."""
-    found = result["measurements"]["rules"]["shares"]["measurements"]
+    found = result["measurements"]["rules"]["weights"]["measurements"]
     yield (
         f"{found['prompts']} problems, {found['tokens']:,} tokens, {found['keywords']['segments']} segments. Three "
         "modes: the share of texts in which the best layer has them. κ: of types and keywords, beyond chance. The "
-        "last three columns: how many segments have the type that they have here, and κ. Calibrated anew: with the "
-        "rule's own L\\* and thresholds. The same layers: with the L\\* of the first row and new quantiles. The same "
-        "file: with the calibration of the first row."
+        "last three columns: how many segments have the type that they have by the first row, and κ. Calibrated "
+        "anew: with the rule's own L\\* and thresholds. The same layers: with the L\\* of the first row and new "
+        "quantiles. The same file: with the calibration of the first row."
     )
     yield ""
 

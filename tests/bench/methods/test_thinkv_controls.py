@@ -16,7 +16,7 @@ from minithink.bench.methods import thinkv as method
 from minithink.bench.methods.thinkv_controls import (
     BestScale,
     Counted,
-    MeanRows,
+    HeadRows,
     NoCase1,
     RandomSurvivors,
     RandomTypes,
@@ -35,7 +35,7 @@ from tests.kv import test_plain as plain
 from tests.kv.run import feed, text_of
 from tests.policies import test_laws as laws
 from tests.policies.drive import TINY, follow, followed, held
-from tests.strategies import random_decoder
+from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
 OPTIONS = "budget=34,tau=8,retention=4/2,g=4,block=2"
@@ -47,7 +47,7 @@ TEXTS = (
     f"thinkv_random_survivors:{OPTIONS},{SPARSE}",
     f"thinkv_no_case_1:{OPTIONS},{SPARSE}",
     f"thinkv_best_scale:{OPTIONS},{SPARSE}".replace("tau=8", "tau=16").replace("g=4", "g=16,key_axis=channel"),
-    f"thinkv_mean_rows:{OPTIONS},layers=0/1,thresholds=0.1/0.3,sparsity_rows=2",
+    f"thinkv_head_rows:{OPTIONS},layers=0/1,thresholds=0.1/0.3,sparsity_rows=2",
 )
 LAYERS: dict[str, Any] = {"layers": "0/1", "thresholds": "0.3/0.6"}
 PLAIN: dict[str, Any] = {"budget": 40, "tau": 8, "retention": "4/2", "precision": "R16E16T16"}
@@ -72,7 +72,7 @@ def test_every_control_is_tried() -> None:
         RandomSurvivors,
         NoCase1,
         BestScale,
-        MeanRows,
+        HeadRows,
     }
 
 
@@ -297,18 +297,19 @@ def test_the_best_scale_is_of_two_bits_alone() -> None:
     assert found.thoughts[TRANSITION] == "ternary_best:group=16,by=token/ternary_best:group=16"
 
 
-def test_mean_rows_are_counted_after_the_mean() -> None:
+def test_rows_of_heads_are_counted_before_the_mean() -> None:
     """Against the definition, in both layers together; thresholds between the values that occur."""
     seen: list[float] = []
 
-    class Watched(MeanRows):
+    class Watched(HeadRows):
         def told(self, step: Step) -> Tensor:
             shares = []
             for layer in (0, 1):
-                row = step.rows(layer)[0, :, -1].double()  # [Hkv, S]
-                p = row.mean(0)[step.pos(layer)[0, 0] >= 0]
-                shares.append(float((p < 0.01 * p.max()).double().mean()))
-            seen.append(sum(shares) / 2)
+                there = step.pos(layer)[0, 0] >= 0
+                for p in step.rows(layer)[0, :, -1]:
+                    p = p[there].double()
+                    shares.append(float((p < 0.01 * p.max()).double().mean()))
+            seen.append(sum(shares) / len(shares))
             return super().told(step)
 
     kinds = kinds_of(followed(Watched(**PLAIN, layers="0/1", thresholds="0/2"), [7], 60, decoder=sharp()))
@@ -325,6 +326,33 @@ def test_mean_rows_are_counted_after_the_mean() -> None:
     assert usual[: len(want)] != want
 
 
+def test_with_one_kv_head_both_orders_are_one() -> None:
+    """Bit for bit: with each threshold in turn that is a value of ThinKV's own."""
+    decoder = random_decoder(
+        example_config(hidden_size=12, intermediate_size=8, num_heads=4, num_kv_heads=1, head_dim=4)
+    )
+    for name, weight in decoder.named_parameters():
+        if name.endswith("norm") and weight.dim() == 2:
+            weight.mul_(6)
+    seen = set[float]()
+
+    class Watched(Counted):
+        def told(self, step: Step) -> Tensor:
+            shares = []
+            for layer in (0, 1):
+                row = step.rows(layer)[:, :, -1]
+                shares.append(step.ops.sparsity(row, step.pos(layer) >= 0))
+            seen.add(float(torch.stack(shares).mean(0)))
+            return super().told(step)
+
+    followed(Watched(**PLAIN, **LAYERS), [7], 60, decoder=decoder)
+    assert len(seen) > 4
+    for value in seen:
+        theta = {"layers": "0/1", "thresholds": f"{value!r}/2"}
+        ours = kinds_of(followed(HeadRows(**PLAIN, **theta), [7], 60, decoder=decoder))
+        assert ours == kinds_of(followed(Counted(**PLAIN, **theta), [7], 60, decoder=decoder))
+
+
 def kinds_of(manager: KVManager) -> list[int]:
     policy = manager.policy
     assert isinstance(policy, ThinKV)
@@ -332,18 +360,21 @@ def kinds_of(manager: KVManager) -> list[int]:
     return kinds[:8]
 
 
-def test_mean_rows_need_thresholds_of_their_own_and_heads_that_hold_the_same() -> None:
-    with pytest.raises(UsageError, match="thinkv_mean_rows cannot use the model's calibration"):
-        MeanRows(budget=99)
-    with pytest.raises(UsageError, match="in this stack they hold different tokens"):
-        followed(
-            parse(
-                "rkv:budget=30,buffer=4,alpha=4,protect_prompt=true+thinkv_mean_rows:budget=33,tau=8,retention=4/2,"
-                "precision=R16E16T16,layers=0,thresholds=0.3/0.6"
-            ),
-            [7],
-            1,
-        )
+def test_rows_of_heads_need_thresholds_of_their_own() -> None:
+    with pytest.raises(UsageError, match="thinkv_head_rows cannot use the model's calibration"):
+        HeadRows(budget=99)
+    assert HeadRows(budget=99, thoughts="keyword").calibration == "", "words need none"
+
+
+def test_rows_of_heads_that_hold_different_tokens_are_counted_alone() -> None:
+    text = (
+        "rkv:budget=30,buffer=4,alpha=4,protect_prompt=true+thinkv_head_rows:budget=33,tau=8,retention=4/2,"
+        "precision=R16E16T16,layers=0/1,thresholds=0.3/0.5"
+    )
+    manager = followed(parse(text), [7], 60, decoder=sharp())
+    counts = manager.counts(0)
+    assert sum(counts[name] for name in NAMES) == 8
+    assert held(manager, 0)[0] != held(manager, 0)[1]
 
 
 # How they are named ------------------------------------------------------------------------------------------------
@@ -380,6 +411,6 @@ def test_the_comparison_changes_one_thing_at_a_time() -> None:
         policy: Any = parse(text, budget=999)
         classes.add(type(policy))
         changed = {name for name in own if getattr(policy, name) != getattr(usual, name)}
-        assert len(changed - {"precision"}) <= (2 if type(policy) is MeanRows else 1), text
+        assert len(changed - {"precision"}) <= (2 if type(policy) is HeadRows else 1), text
         assert replace(policy, budget=500).budget == 500
-    assert classes == {ThinKV, Counted, RandomTypes, RandomSurvivors, NoCase1, BestScale, MeanRows}
+    assert classes == {ThinKV, Counted, RandomTypes, RandomSurvivors, NoCase1, BestScale, HeadRows}

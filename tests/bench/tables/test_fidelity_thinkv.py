@@ -86,11 +86,6 @@ def assert_said(beginning: str, *texts: str) -> None:
 # Files of results --------------------------------------------------------------------------------------------------
 
 
-def test_types_that_the_order_of_averaging_changes() -> None:
-    same = result_of("thinkv-averaging")["measurements"]["types_beside_shares"]["weights"]["same"]
-    assert_said("§C.2, last sentence", f"gives {100 * (1 - same['agree']):.0f} %")
-
-
 def test_errors_of_the_ternary_scales() -> None:
     rows = result_of("embedded-formats")["measurements"]["formats"]
     error = {row["scale"]: row["values"]["error"] for row in rows if row["format"] == "ternary:group=16"}
