@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minithink.kv import checks
 from minithink.kv.contract import Policy, Shape, Storage, name_of
 from minithink.kv.stack import members
 from minithink.quant import parse_pair
@@ -17,7 +18,7 @@ def cautions(policy: Policy, shape: Shape, biased: bool) -> list[str]:
     """
     found = []
     for member in members(policy):
-        said = member.caution(shape)
+        said = checks.returned(member, "caution", member.caution(shape) or "", str, "a text")
         if not said and biased:
             said = _of_biased_keys(member)
         if said:

@@ -8,7 +8,7 @@ is captured. Values are looked at only on a CPU, where the host may read them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any, NamedTuple, get_args
 
@@ -276,11 +276,49 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
     return found
 
 
+def state_of(policy: Policy) -> list[Tensor]:
+    """The tensors of `Policy.state`. UsageError: it returns something else."""
+    found: Any = policy.state()
+    tensors = list(found) if isinstance(found, Iterable) else [found]
+    for tensor in tensors:
+        returned(policy, "state", tensor, Tensor, "an iterable of tensors")
+    return tensors
+
+
+def notes_of(policy: Policy, row: int) -> str:
+    """The text of `Policy.notes`. UsageError: it returns something else."""
+    found: str = returned(policy, "notes", policy.notes(row) or "", str, "a text")
+    return found
+
+
+def counts_of(policy: Policy, row: int) -> Mapping[str, int]:
+    """The numbers of `Policy.counts`. UsageError: it returns something else."""
+    found: Mapping[str, int] = returned(policy, "counts", policy.counts(row), Mapping, "numbers by their names")
+    return found
+
+
+def returned(policy: Policy, method: str, found: Any, kind: type, expected: str) -> Any:
+    """What a method of the policy returned. UsageError: it is of another kind. expected: what it must return."""
+    if isinstance(found, kind):
+        return found
+    raise UsageError(
+        f"The policy {name_of(policy)} returned {said(found)} from `{method}`, which must return {expected}."
+    )
+
+
+def limit_of(policy: Policy) -> int | None:
+    """`Policy.limit`. UsageError: it is no number of tokens."""
+    limit = policy.limit
+    if limit is not None and not is_whole(limit):
+        raise _wrong(policy, "limit", limit, "it must be a whole number of tokens, or None")
+    return limit
+
+
 def limits_of(policies: Iterable[Policy]) -> list[tuple[Policy, int]]:
     """The policies that say how many tokens a lane may hold between steps, and this number."""
     found = []
     for policy in policies:
-        limit = policy.limit
+        limit = limit_of(policy)
         if limit is not None and not policy.exempt_answer:
             found.append((policy, limit))
     return found

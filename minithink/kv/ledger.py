@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from minithink.kv import checks
 from minithink.kv.contract import Policy
 
 
@@ -92,7 +93,7 @@ class Accounts:
 
     def state(self) -> list[Tensor]:
         """The policy's own tensors, and its budgets."""
-        return [*self.policy.state(), *self.budgets.values()]
+        return [*checks.state_of(self.policy), *self.budgets.values()]
 
     def observed(self) -> list[Tensor]:
         """What is kept for the policy to see."""

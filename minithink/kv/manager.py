@@ -811,7 +811,7 @@ class KVManager:
         numbers = self.store.paged(row) * 2 * self.shape.head_dim
         lanes = self.shape.layers * self.shape.kv_heads
         held = int(self.store.lists.count[:, row].sum()) * self.shape.sharing
-        notes = [policy.notes(row) for policy in members(self.policy)]
+        notes = [checks.notes_of(policy, row) for policy in members(self.policy)]
         return Told(
             evicted=self.length(seq) * lanes - held,
             thoughts=tuple(names[kind] for kind in self.store.kinds[row]) if names else (),
@@ -823,7 +823,7 @@ class KVManager:
         """What the policy has counted of one sequence, see `Policy.counts`."""
         counts = dict[str, int]()
         for policy in members(self.policy):
-            counts.update(policy.counts(self.row_of(seq)))
+            counts.update(checks.counts_of(policy, self.row_of(seq)))
         return counts
 
     def thought(self, seq: int) -> str:

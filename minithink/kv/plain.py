@@ -676,7 +676,7 @@ class PlainCache:
         vectors = self.storage.buffer * 2 + (1 if self.storage.lag else 0)
         vector = shape.head_dim * self.dtype.itemsize
         tables = (lanes.positions(), lanes.formats(), lanes.count)
-        state = sum(x.nbytes for x in self.policy.state()) // shape.rows
+        state = sum(x.nbytes for x in checks.state_of(self.policy)) // shape.rows
         state += sum(x.nbytes for x in running.budgets.values())
         return Ledger(
             payload=payload,
@@ -711,7 +711,7 @@ class PlainCache:
         numbers = stored * 2 * shape.head_dim
         names = self.storage.names
         thoughts = [names[kind] for kind in running.kinds] if names else []
-        notes = [member.notes(running.row) for member in members(self.policy)]
+        notes = [checks.notes_of(member, running.row) for member in members(self.policy)]
         return Told(
             evicted=all_tokens - held,
             thoughts=tuple(thoughts),
@@ -724,7 +724,7 @@ class PlainCache:
         row = self.sequences[seq].row
         counts: dict[str, int] = {}
         for member in members(self.policy):
-            counts.update(member.counts(row))
+            counts.update(checks.counts_of(member, row))
         return counts
 
     def thought(self, seq: int) -> str:
@@ -910,8 +910,9 @@ def most_bytes(
         prompt: tokens of its prompt.
     """
     held = tokens
-    if policy.limit is not None and not policy.exempt_answer:
-        held = min(tokens, max(prompt, policy.limit + 1))
+    limit = checks.limit_of(policy)
+    if limit is not None and not policy.exempt_answer:
+        held = min(tokens, max(prompt, limit + 1))
     columns = max(FIRST_COLUMNS, 2 * (held + 1))  # lanes double their columns when these are full
     copies = 2 if policy.storage.shrink else 1
     per_column = config.kv_bytes_per_token(dtype.itemsize)
@@ -920,5 +921,5 @@ def most_bytes(
     shape = Shape.of(config, policy, rows=rows, tokens=tokens, device="meta", dtype=dtype)
     stranger = copy.deepcopy(policy)
     stranger.setup(shape)
-    state = sum(x.nbytes for x in stranger.state())
+    state = sum(x.nbytes for x in checks.state_of(stranger))
     return numbers + state

@@ -72,7 +72,8 @@ class Stack(Policy):
             member.reset(row)
 
     def state(self) -> Iterable[Tensor]:
-        return (tensor for member in self.members for tensor in member.state())
+        for member in self.members:
+            yield from checks.state_of(member)
 
     def watch(self, step: Step) -> None:
         for member in self.members:

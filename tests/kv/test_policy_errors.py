@@ -278,3 +278,48 @@ def test_a_method_of_the_policys_own_is_named_before_one_that_it_inherits(engine
     said = rf"^The policy Wrong fails in `decide` \({Path(__file__).name}, line \d+\): 'int' object is not subscr"
     with pytest.raises(MinithinkError, match=said):
         generate(engine, wrong(budget=8))
+
+
+# What a method of a policy may return that is wrong, and the end of the sentence.
+RETURNED = {
+    "no state": (
+        "state",
+        lambda policy: None,
+        "returned None from `state`, which must return an iterable of tensors",
+    ),
+    "a number of state": ("state", lambda policy: [3], "returned 3 from `state`, which must return"),
+    "a number of notes": ("notes", lambda policy, row: 3, "returned 3 from `notes`, which must return a text"),
+    "no counts": ("counts", lambda policy, row: None, "returned None from `counts`, which must return numbers by"),
+    "a text of counts": ("counts", lambda policy, row: "ab", "returned 'ab' from `counts`, which must return"),
+    "a number to caution": (
+        "caution",
+        lambda policy, shape: 3,
+        "returned 3 from `caution`, which must return a text",
+    ),
+}
+
+
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+@pytest.mark.parametrize("case", RETURNED)
+def test_what_methods_return_is_checked(engine: Engine, case: str, cache: str) -> None:
+    name, value, said = RETURNED[case]
+    wrong = type("Wrong", (Newest,), {name: value})
+    with pytest.raises(MinithinkError, match=rf"^The policy Wrong.* {re.escape(said)}"):
+        engine.generate([list(range(10, 20))], max_new_tokens=3, policy=wrong(budget=8), cache=cache)
+
+
+@pytest.mark.parametrize("name", ["limit", "average_limit"])
+def test_a_limit_is_a_whole_number(engine: Engine, name: str) -> None:
+    wrong = type("Wrong", (Newest,), {name: "8"})
+    with pytest.raises(
+        UsageError, match=r"^The policy Wrong: limit is '8', and it must be a whole number of tokens,"
+    ):
+        engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache="plain")
+    said = r"^The policy Wrong fails in `peaks`, which it inherits \(minithink\.kv\.contract, line "
+    with pytest.raises(MinithinkError, match=said):
+        engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache="paged")
+
+
+def test_notes_may_be_none(engine: Engine) -> None:
+    silent = type("Silent", (Newest,), {"notes": lambda policy, row: None, "caution": lambda policy, shape: None})
+    assert generate(engine, silent(budget=8))[0].kv_notes == ""
