@@ -28,10 +28,11 @@ from minithink.kernels._common import INTERPRETED, Variant, power_of_2
 from minithink.kernels._layout import Cache, Half
 from minithink.kernels._rotation import is_rotated, rotate_back
 
-# (at least so many lanes, tokens of a part in a short lane). With 768, lanes of 4,096 tokens have three parts and
-# those of 16,384 have six. With 3 programs at a time, as in bfloat16, 132 multiprocessors run 512 lanes of three
-# parts in four rounds, and 3 of 100 places stay empty; of four parts in six rounds, and 14 stay empty.
-PARTS = (256, 768), (64, 256), (0, 128)
+# At least so many lanes, tokens of a part in a short lane, the same where a cache holds FP8 alone. With 768, lanes of
+# 4,096 tokens have three parts and those of 16,384 have six. With 3 programs at a time, as in bfloat16, 132
+# multiprocessors run 512 lanes of three parts in four rounds, and 3 of 100 places stay empty; of four parts in six
+# rounds, and 14 stay empty. FP8 takes less time with fewer programs at a time, so these lanes have two parts.
+PARTS = (256, 768, 1024), (64, 256, 256), (0, 128, 128)
 SHORT = 1024  # tokens of a short lane, at most
 MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
 
@@ -60,8 +61,8 @@ PROGRAMS = {
     # codes of the fast path, for many lanes
     "many": _CODES,
     "many nvfp4": _CODES._replace(registers=0),  # it gains more by registers than by more programs at a time
-    # Where scales, masks or tables take more registers; and codes of 8 bits, whose shared memory has no room for more
-    # than 12 programs at a time anyway.
+    # Where scales, masks or tables take more registers; and int8, whose shared memory has no room for more than 12
+    # programs at a time anyway. FP8 is faster with fewer.
     "many wide": _CODES._replace(registers=168),
     "many widest": _CODES._replace(registers=224),  # 8 bits, keys by token: shared memory has room for 9
     # the same for few lanes
@@ -79,11 +80,14 @@ MERGING = 4, 1  # its warps, for few lanes and for many
 PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 
 
-def in_parts(c: Cache, lanes: int, device: torch.device) -> Cache:
-    """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early."""
+def in_parts(c: Cache, lanes: int, device: torch.device, only_fp8: bool = False) -> Cache:
+    """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early.
+
+    only_fp8: whether all tokens of the store are stored in FP8.
+    """
     early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
     even = max(program.block for program in PROGRAMS.values())
-    return c._replace(base=base(lanes), short=SHORT, even=even, overlap=early)
+    return c._replace(base=base(lanes, only_fp8), short=SHORT, even=even, overlap=early)
 
 
 def program_of(c: Cache, k: Half, v: Half, lanes: int) -> Program:
@@ -103,7 +107,8 @@ def _program_name(c: Cache, k: Half, v: Half, lanes: int) -> str:
     # Keys by token have a scale for each channel, words behind a token's last one have masks, TurboQuant has tables.
     masked = k.words != k.block or v.words != v.block
     rotated = is_rotated(k.kind) or is_rotated(v.kind)
-    if k.by_token or masked or rotated or 8 in (k.bits, v.bits):
+    eight = 8 in (k.bits, v.bits) and not k.kind == v.kind == "fp8"
+    if k.by_token or masked or rotated or eight:
         return "many wide"
     return "many nvfp4" if k.kind == "nvfp4" else "many"
 
@@ -114,9 +119,9 @@ def most_parts(tokens: int, base: int, short: int) -> int:
     return max(-(-min(tokens, most) // (base * times)) for most, times in steps)
 
 
-def base(lanes: int) -> int:
+def base(lanes: int, only_fp8: bool = False) -> int:
     """Tokens of a part in short lanes. Many lanes make enough programs without small parts."""
-    return next(size for least, size in PARTS if lanes >= least)
+    return next(fp8 if only_fp8 else size for least, size, fp8 in PARTS if lanes >= least)
 
 
 @triton.jit

@@ -746,11 +746,16 @@ def _plan(read: Reading, q: Tensor) -> _Plan:
     store = read.store
     lists = store.lists
     lanes = len(q) * store.shape.kv_heads
-    constants = in_parts(cache(store), lanes, q.device)
+    ring = store.ring.shape[3] > 0
+    # Lanes are cut by the formats that the store has, not by those in use: the sums of a sequence must not depend on
+    # what others hold. Every store has the model's own type, for prompts.
+    shared = cache(store)
+    names = {half.name for lay in store.pages.layouts for half in (lay.k, lay.v)}
+    only_fp8 = names == {shared.dtype, "fp8"} and not ring
+    constants = in_parts(shared, lanes, q.device, only_fp8)
 
     # The lists are sorted by format if there are several formats, or a ring.
     formats = sorted(store.slots.used)
-    ring = store.ring.shape[3] > 0
     several = len(formats) if len(formats) > 1 or ring else 0
     in_format = most_parts(lists.columns_read, constants.base, constants.short)
     work = [_of_format(store, i, q.dtype, constants, lanes, in_format) for i in range(len(formats))]

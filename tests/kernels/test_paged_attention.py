@@ -38,9 +38,9 @@ BACKEND = replace(REFERENCE, by_format=by_format)  # lists are sorted as in a st
 # What the lanes are cut as. With the last, those of 17 tokens are long ones already, and what is left of prompts of
 # 300 is cut as lanes of 10,000 are; parts are whole blocks.
 CUTS: dict[str, dict[str, Any]] = {
-    "few lanes": {"PARTS": ((0, 128),), "MANY_LANES": 10**6},
-    "many": {"PARTS": ((0, 512),), "MANY_LANES": 0},
-    "long": {"PARTS": ((0, 16),), "SHORT": 16, "PROGRAMS": dict.fromkeys(_parts.PROGRAMS, Program(16, 1, 3))},
+    "few lanes": {"PARTS": ((0, 128, 128),), "MANY_LANES": 10**6},
+    "many": {"PARTS": ((0, 512, 512),), "MANY_LANES": 0},
+    "long": {"PARTS": ((0, 16, 16),), "SHORT": 16, "PROGRAMS": dict.fromkeys(_parts.PROGRAMS, Program(16, 1, 3))},
 }
 
 
@@ -246,6 +246,19 @@ def test_a_sequence_does_not_notice_what_others_lose(name: str, cut: str, monkey
     after, _ = paged_attention(q, Reading(store), 0)
     assert_same("row 0", after[0], before[0])
     assert not torch.equal(after[1], before[1])
+
+
+def test_lanes_are_cut_by_what_the_store_may_hold_not_by_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP8 alone has parts of its own. A format that no token has yet decides, too: the sums of a sequence must not
+    change when another sequence stores its first token in it."""
+    monkeypatch.setattr(_parts, "PARTS", ((0, 128, 64),))
+    sizes = {}
+    for formats in (("fp8",), ("fp8/nvfp4",), ("nvfp4",), ("fp8", "nvfp4")):
+        store = filled(Storage(formats), "head", [40], layers=1, kv_heads=1, group=1, dim=64, dtype=torch.float32)
+        store.slots.used = {0}
+        plan = kernel._plan(Reading(store), torch.zeros(1, 1, 64, device=DEVICE))
+        sizes["+".join(formats)] = plan.constants.base
+    assert sizes == {"fp8": 64, "fp8/nvfp4": 128, "nvfp4": 128, "fp8+nvfp4": 128}
 
 
 @triton.jit
