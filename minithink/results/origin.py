@@ -54,12 +54,17 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def cores() -> int | None:
+    """How many cores this process may use; None: the system does not say it."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count()
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """CPU model and cores that this process may use; GPU and driver, if the device is one."""
-    affinity = getattr(os, "sched_getaffinity", None)
     out: dict[str, Any] = {
         "cpu": _line_of("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": cores(),
     }
     if device.type == "cuda":
         out["gpu"] = torch.cuda.get_device_name(device)

@@ -17,12 +17,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
-from minithink.cli.commands import natural
+from minithink.cli.commands import natural, positive
 from minithink.errors import UsageError, alternatives, counted, quoted
+from minithink.results.origin import cores
 
 ARCHITECTURES = (80, 90)
 TUNED = 90  # spills are an error here
@@ -56,6 +57,7 @@ SPILLING = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="*", metavar="KERNEL", help="modules of kernels/ (default: all)")
     parser.add_argument("--arch", type=natural, action="append", metavar="SM", help="80 or 90 (default: both)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="processes (default: one for each core)")
 
 
 def modules() -> list[str]:
@@ -81,13 +83,19 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     pairs = [(name, arch) for name in args.names or modules() for arch in args.arch or ARCHITECTURES]
     failed = 0
     limited = triton.__version__.startswith(TRITON)
-    # processes that begin anew: what this one has loaded need not survive a fork
-    with ProcessPoolExecutor(min(len(pairs), os.cpu_count() or 1), get_context("spawn")) as pool:
-        for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
-            print(said, flush=True)
-            errors = errors + spills if limited else errors
-            print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
-            failed += len(errors)
+    jobs = min(len(pairs), args.jobs or cores() or 1)
+    # Processes that begin anew: what this one has loaded need not survive a fork.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        try:
+            for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
+                print(said, flush=True)
+                errors = errors + spills if limited else errors
+                print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
+                failed += len(errors)
+        except BaseException:  # a signal came, or standard output is closed
+            for process in active_children():  # the pool would wait until they have compiled what they began
+                process.terminate()
+            raise
     if failed:
         print(f"{counted(failed, 'variant')} did not compile, or spilled too many registers.", file=sys.stderr)
     return int(failed > 0)

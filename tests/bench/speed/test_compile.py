@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,26 +67,102 @@ def test_known_spills_are_those_of_kernels_that_exist() -> None:
     assert all(known > ALLOWED and reason for known, reason in SPILLING.values())
 
 
+class Here:
+    """Computes in this process, so that what is replaced here is seen."""
+
+    processes = 0  # that the newest one would have
+
+    def __init__(self, processes: int, *_: object) -> None:
+        Here.processes = processes
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    map = staticmethod(map)
+
+
 @pytest.mark.parametrize(("installed", "code"), [("3.8.1", 1), ("3.9.0", 0)])
 def test_spills_are_errors_with_the_version_they_are_known_of(
     installed: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Here:
-        """Computes in this process, so that what is replaced here is seen."""
-
-        def __init__(self, *_: object) -> None: ...
-        def __enter__(self) -> Here:
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        map = staticmethod(map)
-
     monkeypatch.setattr(compile_, "ProcessPoolExecutor", Here)
     monkeypatch.setattr(compile_, "check", lambda name, arch: (f"{name} sm_{arch}", [], ["a thread spills"]))
     monkeypatch.setattr(triton, "__version__", installed)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert main(["compile", "rope", "--arch", "90"]) == code
+
+
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        ("draw rope swiglu", 5),
+        ("draw rope swiglu --jobs 2", 2),
+        ("draw rope swiglu --jobs 9", 6),
+        ("draw --arch 90", 1),
+    ],
+)
+def test_there_is_a_process_for_each_core_or_as_many_as_asked_for(
+    words: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never more than modules and architectures to compile."""
+    monkeypatch.setattr(compile_, "ProcessPoolExecutor", Here)
+    monkeypatch.setattr(compile_, "check", lambda name, arch: (f"{name} sm_{arch}", [], []))
+    monkeypatch.setattr(compile_, "cores", lambda: 5)
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert main(["compile", *words.split()]) == 0
+    assert Here.processes == processes
+
+
+ENDLESS = """
+import sys
+import time
+from pathlib import Path
+from minithink.bench.__main__ import main
+from minithink.bench.speed import compile
+
+def check(name, arch):
+    Path(f"{name}.began").touch()
+    if name != "draw":
+        time.sleep(600)
+    return f"{name} sm_{arch}", [], []
+
+if __name__ == "__main__":
+    compile.check = check
+    sys.exit(main(["compile", "draw", "rope", "swiglu", "--arch", "90", "--jobs", "3"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "to_all", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
+def test_a_signal_ends_all_processes_at_once(number: int, to_all: bool, code: int, tmp_path: Path) -> None:
+    """A terminal sends Ctrl-C to all processes. SIGTERM reaches the first one alone."""
+    script = tmp_path / "endless.py"
+    script.write_text(ENDLESS)
+    root = Path(compile_.__file__).parents[3]
+    run = subprocess.Popen(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root)},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "draw sm_90\n"  # its process is idle now
+        while len(list(tmp_path.glob("*.began"))) < 3:
+            time.sleep(0.1)
+        (os.killpg if to_all else os.kill)(run.pid, number)
+        out, errors = run.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == code
+    assert not out
+    assert errors.strip().startswith("minithink.bench: interrupted")
+    assert "Traceback" not in errors
 
 
 def test_without_triton_it_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
