@@ -122,9 +122,9 @@ SETTINGS = {
     "raas": "raas:budget=14",
     "rkv": "rkv:budget=14,buffer=4,alpha=4,kernel_size=3",
     "skipkv": "skipkv:budget=14,schedule=interval:4,alpha=3,tau=0.2,steering=false",
-    "thinkv": "thinkv:budget=22,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
-    "tbe": "tbe:budget=18,tau=4,retention=3/2/1,block=2,layers=0,thresholds=0.46/0.6",
-    "tbq": "tbq:tau=4,g=4,block=2,layers=0/1,thresholds=0.48/0.65",
+    "thinkv": "thinkv:budget=22,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.139/0.181",
+    "tbe": "tbe:budget=18,tau=4,retention=3/2/1,block=2,layers=0,thresholds=0.098/0.2",
+    "tbq": "tbq:tau=4,g=4,block=2,layers=0/1,thresholds=0.147/0.2",
     "pm_kvq": "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2",
 }
 

@@ -44,6 +44,7 @@ ALLOWED = {
         "minithink.text.sentences",
         "minithink.text.thoughts",
         "minithink.ref.lrfu",
+        "minithink.ref.sparsity",
         # for the oracles, which read whole texts with the model
         "minithink.reread.later",
         "minithink.loaded",

@@ -83,7 +83,7 @@ ROUNDING = (
 # Every policy, in many settings
 EVERY = [*SMALL, *(text for text in TEXTS if text not in SMALL), "kivi:bits=4,group=16,residual=16,flush=official"]
 # ThinKV with small segments, whose types differ
-SEGMENTS = "tau=8,retention=4/2,block=2,layers=0/1,thresholds=0.44/0.54"
+SEGMENTS = "tau=8,retention=4/2,block=2,layers=0/1,thresholds=0.21/0.31"
 PM_KVQ = "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2"
 # In the first layer equal tokens have equal values, whatever their positions. VaSE keeps the largest, and which of
 # these equals it keeps is decided by the last bit of a product: see `test_vase_parts_from_the_reference_at_ties`.

@@ -19,7 +19,7 @@ from tests.strategies import example_config, random_decoder
 POLICIES = (
     "rkv:budget=12,buffer=4,alpha=3,compaction=gather",
     "crystal_kv:budget=18,realloc_every=4,min_budget=2",
-    "thinkv:budget=20,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
+    "thinkv:budget=20,tau=4,retention=2/1,g=4,block=2,layers=0/1,thresholds=0.21/0.31",
     "pm_kvq:bits=4,max_len=16,sink=1,window=4,group=16,block=2",
     "dynts:budget=18,local=3",
     "kivi:bits=4,group=16,residual=16,flush=official",

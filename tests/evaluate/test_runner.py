@@ -1211,7 +1211,7 @@ def test_each_process_has_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 # What policies count ---------------------------------------------------------------------------------------------
 
 
-SMALL_SEGMENTS = "layers=0/1,thresholds=0.001/0.002,tau=8,retention=4/2"
+SMALL_SEGMENTS = "layers=0/1,thresholds=0/0,tau=8,retention=4/2"
 
 
 @pytest.mark.parametrize(

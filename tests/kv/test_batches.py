@@ -464,7 +464,7 @@ RESTS = "ada_snapkv:schedule=sawtooth:16/11,alpha=3,floor=0,exempt_answer=true"
         RESTS,
         "window:schedule=sawtooth:20/14",
         "crystal_kv_lite:budget=18",
-        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
+        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.21/0.31",
         "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2",
         "quant:fmt=fp8",
     ],

@@ -90,7 +90,7 @@ TEXTS = (
     "tbe:budget=24,tau=6,retention=3/2/1,block=2,thoughts=keyword",
     # heads hold different tokens, and their attention is averaged over positions
     "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=4,retention=2/1,g=4,block=2,layers=0/1,"
-    "thresholds=0.05/0.2",
+    "thresholds=0.11/0.26",
     "sepllm:budget=20,separators=4,window=5+thinkv:budget=34,tau=4,retention=2/1,g=4,block=2,thoughts=keyword",
 )
 NEVER, IDLE = 10**6, 5  # no token; a token that nobody may look at

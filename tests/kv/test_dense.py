@@ -31,7 +31,7 @@ POLICIES = (
     "rkv:budget=12,buffer=0,alpha=3,compaction=gather",
     "crystal_kv_lite:budget=18",
     "snapkv:cap=8,window=3,kernel_size=3",
-    "thinkv:budget=26,tau=4,retention=2/1,g=4,precision=R16E16T16,block=2,layers=0/1,thresholds=0.44/0.54",
+    "thinkv:budget=26,tau=4,retention=2/1,g=4,precision=R16E16T16,block=2,layers=0/1,thresholds=0.21/0.31",
     "kivi:bits=4,group=16,residual=16,flush=official",
 )
 

@@ -511,7 +511,7 @@ def test_the_kernels_give_the_same(text: str) -> None:
 
 def test_it_runs_outside_of_inference_mode() -> None:
     """Where only gradients are off, as in the tutorials."""
-    text = "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54"
+    text = "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.21/0.31"
     decoder = decoder_of(0)
     caches = plain(decoder, parse(text)), plain(decoder, parse(text))
     words = text_of(decoder.config, TOKENS, 0)

@@ -156,14 +156,14 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "seal": ("seal:alpha_0=0.5,layer=1", "seal:alpha_0=-0.25,at=every,vector=matched"),
     "thinkv": (
-        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54",
-        "thinkv:budget=34,tau=4,retention=2/1,g=4,block=4,layers=1,thresholds=0.42/0.52,hard_budget=false,"
+        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.21/0.31",
+        "thinkv:budget=34,tau=4,retention=2/1,g=4,block=4,layers=1,thresholds=0.16/0.29,hard_budget=false,"
         "key_axis=token,precision=R8E2T0,v_precision=R2E4T2,two=int2s,four=int4s,sparsity_rows=3",
         "thinkv:budget=32,tau=16,retention=8/4,g=8,block=2,types=1",
-        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.44/0.54,four=tq4,two=tq2",
+        "thinkv:budget=34,tau=8,retention=4/2,g=4,block=2,layers=0/1,thresholds=0.21/0.31,four=tq4,two=tq2",
     ),
-    "tbe": ("tbe:budget=24,tau=6,retention=3/2/1,block=2,layers=0,thresholds=0.46/0.6",),
-    "tbq": ("tbq:tau=8,g=8,block=2,layers=0/1,thresholds=0.48/0.65", "tbq:tau=16,types=2,layers=1,thresholds=0.5"),
+    "tbe": ("tbe:budget=24,tau=6,retention=3/2/1,block=2,layers=0,thresholds=0.21/0.46",),
+    "tbq": ("tbq:tau=8,g=8,block=2,layers=0/1,thresholds=0.17/0.29", "tbq:tau=16,types=2,layers=1,thresholds=0.41"),
     "pm_kvq": ("pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2",),
 }
 STACKS = (
@@ -172,9 +172,9 @@ STACKS = (
     "pm_kvq:bits=4,max_len=24,sink=2,window=6,group=16,block=2+streaming_llm:budget=19,sink=3",
     "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,types=1",
     "rkv:budget=24,buffer=4,alpha=4,protect_prompt=true+thinkv:budget=27,tau=8,retention=4/2,g=4,block=2,layers=0/1,"
-    "thresholds=0.05/0.2,sparsity_rows=2",
+    "thresholds=0.16/0.31,sparsity_rows=2",
     "snapkv:cap=8,window=3,kernel_size=3+thinkv:budget=26,tau=8,retention=4/2,g=4,block=2,layers=0/1,"
-    "thresholds=0.44/0.54",
+    "thresholds=0.21/0.31",
     "snapkv:cap=6,window=2+window:budget=14,protect_prompt=true",
     "seal:alpha_0=0.5+rkv:budget=16,buffer=6,alpha=4,kernel_size=3",
     "raas:budget=18+random:budget=20",

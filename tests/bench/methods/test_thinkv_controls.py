@@ -39,7 +39,7 @@ from tests.strategies import example_config, random_decoder
 
 torch.set_num_threads(1)
 OPTIONS = "budget=34,tau=8,retention=4/2,g=4,block=2"
-SPARSE = "layers=0/1,thresholds=0.44/0.54"
+SPARSE = "layers=0/1,thresholds=0.21/0.31"
 TEXTS = (
     f"thinkv_counted:{OPTIONS},{SPARSE}",
     f"thinkv_random_types:{OPTIONS}",
@@ -47,9 +47,9 @@ TEXTS = (
     f"thinkv_random_survivors:{OPTIONS},{SPARSE}",
     f"thinkv_no_case_1:{OPTIONS},{SPARSE}",
     f"thinkv_best_scale:{OPTIONS},{SPARSE}".replace("tau=8", "tau=16").replace("g=4", "g=16,key_axis=channel"),
-    f"thinkv_head_rows:{OPTIONS},layers=0/1,thresholds=0.1/0.3,sparsity_rows=2",
+    f"thinkv_head_rows:{OPTIONS},layers=0/1,thresholds=0.44/0.54,sparsity_rows=2",
 )
-LAYERS: dict[str, Any] = {"layers": "0/1", "thresholds": "0.3/0.6"}
+LAYERS: dict[str, Any] = {"layers": "0/1", "thresholds": "0.21/0.31"}
 PLAIN: dict[str, Any] = {"budget": 40, "tau": 8, "retention": "4/2", "precision": "R16E16T16"}
 
 
