@@ -25,7 +25,7 @@ from minithink.bench.methods.thinkv_controls import (
 from minithink.errors import UsageError
 from minithink.kv.contract import Shape, Step
 from minithink.kv.manager import KVManager
-from minithink.policies import POLICIES, UNLISTED, parse, split
+from minithink.policies import POLICIES, UNLISTED, parse, split, thinkv
 from minithink.policies.thinkv import ThinKV
 from minithink.results.sources import files_of
 from minithink.text.thoughts import EXECUTION, NAMES, REASONING, TRANSITION
@@ -348,7 +348,7 @@ def test_with_one_kv_head_both_orders_are_one() -> None:
     followed(Watched(**PLAIN, **LAYERS), [7], 60, decoder=decoder)
     assert len(seen) > 4
     for value in seen:
-        theta = {"layers": "0/1", "thresholds": f"{value!r}/2"}
+        theta: dict[str, Any] = {"layers": "0/1", "thresholds": f"{value!r}/2"}
         ours = kinds_of(followed(HeadRows(**PLAIN, **theta), [7], 60, decoder=decoder))
         assert ours == kinds_of(followed(Counted(**PLAIN, **theta), [7], 60, decoder=decoder))
 
@@ -366,14 +366,30 @@ def test_rows_of_heads_need_thresholds_of_their_own() -> None:
     assert HeadRows(budget=99, thoughts="keyword").calibration == "", "words need none"
 
 
-def test_rows_of_heads_that_hold_different_tokens_are_counted_alone() -> None:
+def test_rows_of_heads_that_hold_different_tokens_are_counted_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+    want: list[float] = []
+    kind = thinkv.type_of
+    monkeypatch.setattr(thinkv, "type_of", lambda s, theta: (seen.append(float(s)), kind(s, theta))[1])
+    told = HeadRows.told
+
+    def watched(self: HeadRows, step: Step) -> Tensor:
+        shares = []
+        for layer in (0, 1):
+            for pos, p in zip(step.pos(layer)[0], step.rows(layer)[0, :, -1], strict=True):
+                p = p[pos >= 0]
+                shares.append(float((p < 0.01 * p.max()).double().mean()))
+        want.append(sum(shares) / len(shares))
+        return told(self, step)
+
+    monkeypatch.setattr(HeadRows, "told", watched)
     text = (
         "rkv:budget=30,buffer=4,alpha=4,protect_prompt=true+thinkv_head_rows:budget=33,tau=8,retention=4/2,"
         "precision=R16E16T16,layers=0/1,thresholds=0.3/0.5"
     )
     manager = followed(parse(text), [7], 60, decoder=sharp())
-    counts = manager.counts(0)
-    assert sum(counts[name] for name in NAMES) == 8
+    assert seen == pytest.approx(want)
+    assert len(set(want)) > 4
     assert held(manager, 0)[0] != held(manager, 0)[1]
 
 
