@@ -115,7 +115,8 @@ plt.show()
 #
 #     sparsity = |{t : p_t < 0.01 · max p}| / |{t}|
 #
-# Of query heads that share a KV head, the largest logit counts. The mean over KV heads is the sparsity of a layer.
+# Of query heads that share a KV head, the largest logit counts. The weights of the KV heads are averaged, and the
+# sparsity of this mean row is that of the layer.
 #
 # The model solves a short problem and reads its own text again in one pass. `read` shows us every layer's logits, and
 # we compute each generated token's sparsity.
@@ -132,7 +133,7 @@ by_hand, weights, keys = [], [], []  # of every layer
 def see(layer: int, logits: torch.Tensor, seen: torch.Tensor) -> None:
     """logits: [queries, KV heads, query heads of a KV head, tokens]; seen: the tokens that a query may look at."""
     largest = logits.amax(2).masked_fill(~seen, -math.inf)
-    p = largest.softmax(-1)
+    p = largest.softmax(-1).mean(1, keepdim=True)  # [queries, 1, tokens], over KV heads
     ignored = (p < 0.01 * p.amax(-1, keepdim=True)) & seen
     by_hand.append((ignored.sum(-1) / seen.sum(-1)).mean(-1))
     weights.append(p)
@@ -171,7 +172,7 @@ for at, color in ((late + int(u[late:].argmin()), BLUE), (late + int(u[late:].ar
     p = weights[layers[0]][at, 0, : P + at].sort(descending=True).values
     axes[0].semilogy(p / p[0], color=color, label=f"token {at}: {(p < 0.01 * p[0]).float().mean():.0%} below 1 %")
 axes[0].axhline(0.01, color=GREY, linewidth=0.8)
-axes[0].set(title=f"layer {layers[0]}, first KV head", xlabel="cached tokens, sorted", ylabel="weight / largest")
+axes[0].set(title=f"layer {layers[0]}, mean over KV heads", xlabel="cached tokens, sorted", ylabel="weight / largest")
 axes[0].legend()
 for kind, letter in enumerate(TYPES):
     here = (words == kind).nonzero()[:, 0]
