@@ -56,17 +56,6 @@ def _settings(what: str, *options: str) -> Sweep:
     return Sweep(what, _of(*options), beside="thinkv")
 
 
-def _of_layers() -> list[str]:
-    """Settings with other numbers of layers, from the embedded model's calibration, and the default."""
-    calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
-    found = []
-    for one in calibration["measurements"].get("by_count", []):
-        layers, thresholds = ("/".join(map(str, one[name])) for name in ("layers", "thresholds"))
-        own = one["layers"] == calibration["layers"]
-        found.append("" if own else f"layers={layers},thresholds={thresholds}")
-    return found
-
-
 def _shares_under_eviction() -> str:
     """Options that draw types in other shares: those that the embedded model's calibration found under eviction."""
     calibration = json.loads((TINY / "thoughts.json").read_text(encoding="utf-8"))
@@ -134,7 +123,6 @@ SWEEPS = {
     ),
     "tau": _settings("the tokens of a segment, τ", "tau=32", "tau=64", "", "tau=256"),
     "types": _settings("the number of types, |T|", "types=1", "types=2", ""),
-    "layers": _settings("the number of measured layers, |L*|", *_of_layers()),
     "retention": _settings("the last number of the retention schedule", *(f"retention={r}" for r in RETENTIONS), ""),
     "block": _settings("slots of a page", "block=4", "", "block=16", "block=32"),
     "key-axis": Sweep(
