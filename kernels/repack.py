@@ -215,9 +215,11 @@ def _settle(
     entry = tl.program_id(1) * ENTRIES + tl.arange(0, ENTRIES)
     m = entry < entries - 1  # the last one is not used
     to = tl.load(p_at + i_n) * entries + entry
-    tl.store(p_known + to, tl.load(p_new_known + i_n * entries + entry, m), m)
-    tl.store(p_crf + to, tl.load(p_new_crf + i_n * entries + entry, m), m)
-    tl.store(p_last + to, tl.load(p_new_last + i_n * entries + entry, m), m)
+    known = tl.load(p_new_known + i_n * entries + entry, m, other=NOWHERE)
+    m_token = known != NOWHERE  # `_leave` writes no CRF and no τ of empty entries
+    tl.store(p_known + to, known, m)
+    tl.store(p_crf + to, tl.load(p_new_crf + i_n * entries + entry, m_token), m_token)
+    tl.store(p_last + to, tl.load(p_new_last + i_n * entries + entry, m_token), m_token)
 
 
 def repack(
