@@ -274,7 +274,7 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
     partial = torch.empty(lanes, blocks, wide, dtype=torch.float32, device=k.device)
     shape = {"D": dim, "WIDE": wide, "BLOCK": BLOCK}
     full = INTERPRETED or k.dtype == torch.float32
-    product = {"FULL": full, "DEPTH": min(wide, DEPTH) if full else wide, "num_warps": WARPS}
+    product = {"FULL": full, "DEPTH": min(wide, DEPTH) if full else wide}
     _unit[lanes, blocks](
         p_k=k,
         p_valid=flags,
@@ -289,6 +289,7 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         stride_v_b=flags.stride(0),
         stride_v_h=flags.stride(1),
         **shape,
+        enable_fp_fusion=False,  # all threads that hold a sum hold the same bits: README.md, Conventions
     )
     _newest[lanes, blocks](
         p_k=k,
@@ -307,6 +308,8 @@ def redundancy(k: Tensor, valid: Tensor, threshold: float = 0.5) -> Tensor:
         stride_v_h=flags.stride(1),
         **shape,
         **product,
+        num_warps=WARPS,
+        enable_fp_fusion=False,  # all threads that hold a sum hold the same bits: README.md, Conventions
     )
     _softmax[(lanes,)](
         p_valid=flags,
@@ -330,8 +333,10 @@ def variants() -> Iterator[Variant]:
             shape = {"D": dim, "WIDE": power_of_2(dim), "BLOCK": BLOCK}
             strides = {"stride_k_b": "i64", "stride_k_h": "i32", "stride_k_s": "i32"}
             keys = {"p_k": f"*{dtype}", "p_scale": "*fp32", "p_partial": "*fp32", **size, **strides}
-            yield Variant(_unit, {**keys, "p_spared": "*i64"}, shape)
+            options = {"enable_fp_fusion": False}
+            yield Variant(_unit, {**keys, "p_spared": "*i64"}, shape, options)
             full = dtype == "fp32"
             product = {"FULL": full, "DEPTH": DEPTH if full else power_of_2(dim)}
-            yield Variant(_newest, {**keys, **sums, "threshold": "fp32"}, {**shape, **product}, {"num_warps": WARPS})
+            options = {"num_warps": WARPS, "enable_fp_fusion": False}
+            yield Variant(_newest, {**keys, **sums, "threshold": "fp32"}, {**shape, **product}, options)
     yield Variant(_softmax, {**size, **sums, "p_out": "*fp32"}, {"BLOCK": SOFTMAX_BLOCK})

@@ -387,6 +387,7 @@ def running_redundancy(
         **of_keys,
         **of_flags,
         **dims,
+        enable_fp_fusion=False,  # all threads that hold a sum hold the same bits: README.md, Conventions
     )
     _recall[(lanes,)](
         p_valid=flags,
@@ -433,6 +434,7 @@ def running_redundancy(
         **of_keys,
         **of_pos,
         **product,
+        enable_fp_fusion=False,  # all threads that hold a sum hold the same bits: README.md, Conventions
     )
     _softmax[(lanes,)](
         p_valid=flags,
@@ -479,4 +481,5 @@ def variants() -> Iterator[Variant]:
             blocks = {"ROWS": ROWS, "COLUMNS": COLUMNS}
             yield Variant(_search, {**own, "p_rows": "*i32"}, {**product, **blocks}, {"num_warps": WARPS})
             matched = {**own, **sums, **of_pos, "p_pos": "*i32", "p_found": "*i32"}
-            yield Variant(_match, matched, {**product, "BLOCK": BLOCK, "NEW": NEW}, {"num_warps": WARPS})
+            options = {"num_warps": WARPS, "enable_fp_fusion": False}
+            yield Variant(_match, matched, {**product, "BLOCK": BLOCK, "NEW": NEW}, options)

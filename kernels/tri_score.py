@@ -337,6 +337,7 @@ def tri_score(read: Any, layer: int, query: Tensor, weight: Tensor, candidates: 
             HALF=half_block(k),
             BLOCK_T=block,
             num_warps=WARPS,
+            enable_fp_fusion=False,  # all threads that hold a sum hold the same bits: README.md, Conventions
         )
     _best[(n * c.kv_heads,)](
         p_z=z,
@@ -398,7 +399,7 @@ def variants() -> Iterator[Variant]:
                 "HALF": half_block(k),
                 "BLOCK_T": block_of(k),
             }
-            yield Variant(_scores, signature, constexprs, {"num_warps": WARPS})
+            yield Variant(_scores, signature, constexprs, {"num_warps": WARPS, "enable_fp_fusion": False})
     signature = {"p_z": "*fp32", "p_score": "*fp32", "p_candidate": "*u8", "seen": "i32"}
     for shared in (False, True):
         constexprs = {"C": c, "SHARED": shared, "BLOCK": BLOCK}
