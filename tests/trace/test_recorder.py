@@ -157,7 +157,7 @@ class Anything(Policy):
     """Draws its edits: of all layers or of one, of every kind, with scores or without."""
 
     def __init__(self, name: str, seed: int, scope: Scope, storage: Storage, notes: bool) -> None:
-        self.name, self.scope, self.storage, self.notes = name, scope, storage, notes  # type: ignore[misc]
+        self.name, self.scope, self.storage, self.noting = name, scope, storage, notes  # type: ignore[misc]
         self.draw = torch.Generator().manual_seed(seed)
         self.opened = list[dict[int, int]]()  # of row 0, sequence after sequence: clock → type
 
@@ -170,7 +170,7 @@ class Anything(Policy):
     def decide(self, step: Step) -> Iterable[Edit]:
         pos, layers = step.pos(), step.shape.tables[0]
         chance = float(self.some(1)) ** 4
-        if self.notes:
+        if self.noting:
             step.note(pos.float() + 0.5, pos % 3 > 0)
         if self.some(1) < 0.5:
             yield Evict(self.some(*pos.shape) < chance)  # of columns without a token too
