@@ -152,7 +152,15 @@ PREMISES = Table(
 )
 TABLES = {
     **dict.fromkeys(
-        ("decode-cpu", "decode-gpu", "decode-gpu-steps", "decode-gpu-16k", "decode-gpu-rkv", "decode-gpu-smollm2"),
+        (
+            "decode-cpu",
+            "decode-gpu",
+            "decode-gpu-steps",
+            "decode-gpu-8b",
+            "decode-gpu-16k",
+            "decode-gpu-rkv",
+            "decode-gpu-smollm2",
+        ),
         DECODE,
     ),
     "premises-search": PREMISES,
