@@ -135,8 +135,8 @@ def calibrated(result: Result) -> Iterable[Row]:
 def calibrated_said(result: Result) -> Iterable[str]:
     """What the columns mean."""
     yield (
-        "Types of segments in the models' calibrations, and the bits that follow from them with R4E4T2. For the full "
-        "cache the thresholds were chosen for these shares."
+        "Types of segments in the models' calibrations, and the bits that follow from them with R4E4T2. Where "
+        "the calibration is the fallback, the thresholds were chosen for the shares of the full cache."
     )
     yield ""
 
