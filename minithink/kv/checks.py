@@ -119,7 +119,10 @@ def _check_methods(policy: Policy) -> None:
         if not callable(method):
             raise _wrong(policy, name, method, "it must be a method: give an option another name")
         wanted = list(inspect.signature(getattr(Policy, name)).parameters)[1:]  # without self
-        found = inspect.signature(method)
+        try:
+            found = inspect.signature(method, follow_wrapped=False)  # what is called, not what a decorator wraps
+        except ValueError:  # written in C
+            continue
         try:
             found.bind(*wanted)
         except TypeError:
@@ -279,10 +282,10 @@ def yielded(policy: Policy, edits: Any, step: Step, storage: Storage, *, capture
 def state_of(policy: Policy) -> list[Tensor]:
     """The tensors of `Policy.state`. UsageError: it returns something else."""
     found: Any = policy.state()
-    tensors = list(found) if isinstance(found, Iterable) else [found]
-    for tensor in tensors:
-        returned(policy, "state", tensor, Tensor, "an iterable of tensors")
-    return tensors
+    expected = "an iterable of tensors"
+    if isinstance(found, Tensor) or not isinstance(found, Iterable):  # a tensor would be taken apart
+        raise _returned_wrong(policy, "state", found, expected)
+    return [returned(policy, "state", tensor, Tensor, expected) for tensor in found]
 
 
 def notes_of(policy: Policy, row: int) -> str:
@@ -293,7 +296,11 @@ def notes_of(policy: Policy, row: int) -> str:
 
 def counts_of(policy: Policy, row: int) -> Mapping[str, int]:
     """The numbers of `Policy.counts`. UsageError: it returns something else."""
-    found: Mapping[str, int] = returned(policy, "counts", policy.counts(row), Mapping, "numbers by their names")
+    expected = "whole numbers of at least 0 by their names"
+    found: Mapping[str, int] = returned(policy, "counts", policy.counts(row), Mapping, expected)
+    for name, count in found.items():
+        if type(name) is not str or type(count) is not int or count < 0:
+            raise _returned_wrong(policy, "counts", found, expected)
     return found
 
 
@@ -301,7 +308,11 @@ def returned(policy: Policy, method: str, found: Any, kind: type, expected: str)
     """What a method of the policy returned. UsageError: it is of another kind. expected: what it must return."""
     if isinstance(found, kind):
         return found
-    raise UsageError(
+    raise _returned_wrong(policy, method, found, expected)
+
+
+def _returned_wrong(policy: Policy, method: str, found: Any, expected: str) -> UsageError:
+    return UsageError(
         f"The policy {name_of(policy)} returned {said(found)} from `{method}`, which must return {expected}."
     )
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,18 @@ RETURNED = {
     ),
     "a number of state": ("state", lambda policy: [3], "returned 3 from `state`, which must return"),
     "a number of notes": ("notes", lambda policy, row: 3, "returned 3 from `notes`, which must return a text"),
-    "no counts": ("counts", lambda policy, row: None, "returned None from `counts`, which must return numbers by"),
+    "one tensor of state": (
+        "state",
+        lambda policy: torch.zeros(2, 3),
+        "from `state`, which must return an iterable of tensors",
+    ),
+    "no counts": ("counts", lambda policy, row: None, "returned None from `counts`, which must return whole numbers"),
+    "half a count": (
+        "counts",
+        lambda policy, row: {"a": 2.5},
+        "from `counts`, which must return whole numbers of at least 0 by their names",
+    ),
+    "a count of a number": ("counts", lambda policy, row: {3: 1}, "from `counts`, which must return whole numbers"),
     "a text of counts": ("counts", lambda policy, row: "ab", "returned 'ab' from `counts`, which must return"),
     "a number to caution": (
         "caution",
@@ -318,6 +330,25 @@ def test_a_limit_is_a_whole_number(engine: Engine, name: str) -> None:
     said = r"^The policy Wrong fails in `peaks`, which it inherits \(minithink\.kv\.contract, line "
     with pytest.raises(MinithinkError, match=said):
         engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache="paged")
+
+
+def test_a_method_may_be_decorated_or_written_in_c(engine: Engine) -> None:
+    """A decorator may call the method that it wraps with more arguments. What is written in C has no signature."""
+
+    def decorated(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def inner(self: Newest, step: Step) -> Any:
+            return method(self, step, step.held())
+
+        return inner
+
+    def decide(self: Newest, step: Step, held: Tensor) -> Iterable[Edit]:
+        return Newest.decide(self, step)
+
+    plain = generate(engine, Newest(budget=8))[0]
+    policy = type("Decorated", (Newest,), {"decide": decorated(decide)})(budget=8)
+    policy.state = {}.values  # type: ignore[method-assign]
+    assert generate(engine, policy)[0].token_ids == plain.token_ids
 
 
 def test_notes_may_be_none(engine: Engine) -> None:
