@@ -12,6 +12,7 @@ import argparse
 import importlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,8 +85,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     failed = 0
     limited = triton.__version__.startswith(TRITON)
     jobs = min(len(pairs), args.jobs or cores() or 1)
-    # Processes that begin anew: what this one has loaded need not survive a fork.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    # Processes that begin anew: what this one has loaded need not survive a fork. They leave Ctrl-C to this one.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         try:
             for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
                 print(said, flush=True)
