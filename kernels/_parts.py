@@ -31,7 +31,7 @@ from minithink.kernels._rotation import is_rotated, rotate_back
 # At least so many lanes, tokens of a part in a short lane, the same where a cache holds FP8 alone. With 768, lanes of
 # 4,096 tokens have three parts and those of 16,384 have six. With 3 programs at a time, as in bfloat16, 132
 # multiprocessors run 512 lanes of three parts in four rounds, and 3 of 100 places stay empty; of four parts in six
-# rounds, and 14 stay empty. FP8 takes less time with fewer programs at a time, so these lanes have two parts.
+# rounds, and 14 stay empty. Two parts took FP8 the least time of those that were tried.
 PARTS = (256, 768, 1024), (64, 256, 256), (0, 128, 128)
 SHORT = 1024  # tokens of a short lane, at most
 MANY_LANES = 64  # from here on small blocks are enough to fill the GPU, and overlapping the merge gains nothing
@@ -62,7 +62,7 @@ PROGRAMS = {
     "many": _CODES,
     "many nvfp4": _CODES._replace(registers=0),  # it gains more by registers than by more programs at a time
     # Where scales, masks or tables take more registers; and int8, whose shared memory has no room for more than 12
-    # programs at a time anyway. FP8 is faster with fewer.
+    # programs at a time anyway. FP8 is faster with 128 registers, as most codes.
     "many wide": _CODES._replace(registers=168),
     "many widest": _CODES._replace(registers=224),  # 8 bits, keys by token: shared memory has room for 9
     # the same for few lanes
@@ -83,7 +83,7 @@ PLAIN_NUMBERS = ["layer", "table_layer", "first_part", "parts", "width", "rows"]
 def in_parts(c: Cache, lanes: int, device: torch.device, only_fp8: bool = False) -> Cache:
     """The same cache, for attention over so many lanes: how they are cut, and whether the merge is launched early.
 
-    only_fp8: whether all tokens of the store are stored in FP8.
+    only_fp8: whether FP8 is the only format that the store has beside the model's own type, and it has no ring.
     """
     early = not INTERPRETED and lanes < MANY_LANES and torch.cuda.get_device_capability(device)[0] >= 9
     even = max(program.block for program in PROGRAMS.values())

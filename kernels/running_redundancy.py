@@ -416,6 +416,7 @@ def running_redundancy(
         **size,
         **of_keys,
         **product,
+        enable_fp_fusion=False,  # cosines are those of `redundancy.py`, bit for bit
     )
     _match[lanes, blocks](
         p_k=k,
@@ -479,7 +480,8 @@ def variants() -> Iterator[Variant]:
             product = {"D": dim, "WIDE": wide, "FULL": full, "DEPTH": DEPTH if full else wide}
             own = {"p_k": f"*{dtype}", **keys, **scratch, **size}
             blocks = {"ROWS": ROWS, "COLUMNS": COLUMNS}
-            yield Variant(_search, {**own, "p_rows": "*i32"}, {**product, **blocks}, {"num_warps": WARPS})
+            options = {"num_warps": WARPS, "enable_fp_fusion": False}
+            yield Variant(_search, {**own, "p_rows": "*i32"}, {**product, **blocks}, options)
             matched = {**own, **sums, **of_pos, "p_pos": "*i32", "p_found": "*i32"}
             options = {"num_warps": WARPS, "enable_fp_fusion": False}
             yield Variant(_match, matched, {**product, "BLOCK": BLOCK, "NEW": NEW}, options)

@@ -72,7 +72,8 @@ def sparsity(p: Tensor, valid: Tensor, share: float = 0.01) -> Tensor:
     """The share of cached tokens whose weight is below 1 % of the row's largest; the mean over KV heads.
 
     Args:
-        p: float32 [..., Hkv, S], attention weights; anything (also NaN) where not valid.
+        p: float32 [..., Hkv, S], attention weights; anything (also NaN) where not valid. ThinKV gives the mean row
+            of its heads, [..., 1, S] (`mean_row` of the twin).
         valid: bool [..., Hkv, S], or [..., 1, S] for all heads.
         share: of the row's largest weight; 0.01 is the paper's 1 %.
 
