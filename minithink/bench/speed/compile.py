@@ -38,6 +38,7 @@ _PLAIN = "the path for tq1, and for words that are misaligned, decodes each code
 SPILLING = {
     "append._append": (40, "ptxas stops at 64 registers by itself; only with D = 96 and 6 query heads"),
     "linear._few_rows": (104, _LARGE),
+    "paged_attention._attend, fp8 8, maxnreg 128": (160, _LIMITED),
     "paged_attention._attend, int 4, maxnreg 128": (80, _LIMITED),
     "paged_attention._attend, nvfp4 4, by token, maxnreg 168": (128, _LIMITED),
     "paged_attention._attend, tq-unbiased 4, maxnreg 168": (40, _LIMITED),
