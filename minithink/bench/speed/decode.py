@@ -207,9 +207,8 @@ class Embedded:
         speeds = {name: _speeds(found, batch, new_tokens) for name, found in times.items()}
         out["ours"] = speeds.pop("ours")
         if speeds:
-            best = max(speeds, key=lambda cache: speeds[cache]["tokens_per_second"])
-            out["peer"] = {"name": "transformers generate, sdpa", "cache": best, **speeds[best]}
-            out["other_caches"] = {c: speed["tokens_per_second"] for c, speed in speeds.items() if c != best}
+            out |= fastest("transformers generate, sdpa", speeds)
+            best = out["peer"]["cache"]
             pairs = [(*a, *b) for a, b in zip(times["ours"], times[best], strict=True)]
             out["ratios"] = [theirs / ours for ours, _, theirs, _ in pairs]
             out["ratio"] = statistics.median(out["ratios"])
@@ -236,6 +235,13 @@ def _speeds(times: list[tuple[float, float]], batch: int, new_tokens: int) -> di
         decode = [batch * (new_tokens - 1) / (t - one) for t, one in times]
         out["decode_tokens_per_second"] = statistics.median(decode)
     return out | {"seconds": [t for t, _ in times], "seconds_of_one_token": [one for _, one in times]}
+
+
+def fastest(name: str, speeds: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The peer with its fastest cache, and the tokens per second of the others. speeds: by cache."""
+    best = max(speeds, key=lambda cache: speeds[cache]["tokens_per_second"])
+    others = {cache: speed["tokens_per_second"] for cache, speed in speeds.items() if cache != best}
+    return {"peer": {"name": name, "cache": best, **speeds[best]}, "other_caches": others}
 
 
 def make_prompts(engine: Engine, batch: int, length: int, new_tokens: int) -> list[list[int]]:
@@ -358,10 +364,7 @@ class Single:
                 "prefill_seconds": prefill[name],
             }
         if caches:
-            speeds = {cache: out.pop(cache) for cache in caches}
-            best = max(speeds, key=lambda cache: speeds[cache]["tokens_per_second"])
-            out["peer"] = {"name": "transformers forward loop, sdpa", "cache": best, **speeds.pop(best)}
-            out["other_caches"] = {cache: speed["tokens_per_second"] for cache, speed in speeds.items()}
+            out |= fastest("transformers forward loop, sdpa", {cache: out.pop(cache) for cache in caches})
             out["ratio"] = out["ours"]["tokens_per_second"] / out["peer"]["tokens_per_second"]
         return out
 
