@@ -16,8 +16,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,12 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     failed = 0
     limited = triton.__version__.startswith(TRITON)
     jobs = min(len(pairs), args.jobs or cores() or 1)
-    # Processes that begin anew: what this one has loaded need not survive a fork. They leave Ctrl-C to this one.
-    with ProcessPoolExecutor(jobs, get_context("spawn"), signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+    # Processes that begin anew: what this one has loaded need not survive a fork.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
-            for said, errors, spills in pool.map(check, *zip(*pairs, strict=True)):
+            with _interrupts_held():
+                results = pool.map(check, *zip(*pairs, strict=True))  # starts them
+            for said, errors, spills in results:
                 print(said, flush=True)
                 errors = errors + spills if limited else errors
                 print("".join(f"{error}\n" for error in errors), end="", file=sys.stderr)
@@ -101,6 +104,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if failed:
         print(f"{counted(failed, 'variant')} did not compile, or spilled too many registers.", file=sys.stderr)
     return int(failed > 0)
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold back SIGINT. A process that is started meanwhile never gets it, not even while it loads its modules.
+    Ctrl-C is for this one, which gets it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def check(name: str, arch: int) -> tuple[str, list[str], list[str]]:

@@ -115,7 +115,9 @@ def test_there_is_a_process_for_each_core_or_as_many_as_asked_for(
     assert Here.processes == processes
 
 
+# Each process leaves a file with its number in its name.
 ENDLESS = """
+import os
 import sys
 import time
 from pathlib import Path
@@ -123,7 +125,7 @@ from minithink.bench.__main__ import main
 from minithink.bench.speed import compile
 
 def check(name, arch):
-    Path(f"{name}.began").touch()
+    Path(f"{os.getpid()} {name}.began").touch()
     if name != "draw":
         time.sleep(600)
     return f"{name} sm_{arch}", [], []
@@ -134,14 +136,32 @@ if __name__ == "__main__":
 """
 
 
+LOADING = """
+import os
+import time
+from pathlib import Path
+
+if __name__ != "__main__":
+    print("loading", flush=True)
+    Path(f"{os.getpid()} loading.began").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "line"), [(ENDLESS, "draw sm_90"), (LOADING + ENDLESS, "loading")], ids=["compiling", "loading"]
+)
 @pytest.mark.parametrize(("number", "to_all", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
-def test_a_signal_ends_all_processes_at_once(number: int, to_all: bool, code: int, tmp_path: Path) -> None:
-    """A terminal sends Ctrl-C to all processes. SIGTERM reaches the first one alone."""
-    script = tmp_path / "endless.py"
-    script.write_text(ENDLESS)
+def test_a_signal_ends_all_processes_at_once(
+    number: int, to_all: bool, code: int, script: str, line: str, tmp_path: Path
+) -> None:
+    """A terminal sends Ctrl-C to all processes. SIGTERM reaches the first one alone. Both may come while processes
+    still load their modules."""
+    path = tmp_path / "endless.py"
+    path.write_text(script)
     root = Path(compile_.__file__).parents[3]
     run = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(path)],
         cwd=tmp_path,
         env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root)},
         start_new_session=True,
@@ -152,17 +172,20 @@ def test_a_signal_ends_all_processes_at_once(number: int, to_all: bool, code: in
     )
     try:
         assert run.stdout is not None
-        assert run.stdout.readline() == "draw sm_90\n"  # its process is idle now
+        assert run.stdout.readline() == f"{line}\n"
         late = time.monotonic() + 120
         while len(list(tmp_path.glob("*.began"))) < 3 and time.monotonic() < late:
             time.sleep(0.1)
-        (os.killpg if to_all else os.kill)(run.pid, number)
+        for began in tmp_path.glob("*.began") if to_all else ():
+            os.kill(int(began.name.split()[0]), number)
+        time.sleep(1)  # what they would print must come before the first one ends them
+        os.kill(run.pid, number)
         out, errors = run.communicate(timeout=60)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == code
-    assert not out
+    assert not out.replace("loading\n", "")
     assert errors.strip().startswith("minithink.bench: interrupted")
     assert "Traceback" not in errors
 
