@@ -21,6 +21,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY, device_of
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped, quoted
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.job import Job
@@ -118,6 +119,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only these budgets, as in 0.25,0.5; policies without a budget run, too (default: all)",
     )
     add(
+        "--policies",
+        metavar="NAME,NAME,…",
+        help="only policies of these names, whatever their options, and the full cache; * fits anything: "
+        "'thinkv*,tbq' (default: all)",
+    )
+    add(
         "--plot",
         type=location,
         metavar="DIR",
@@ -147,8 +154,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
     chosen = {name: SWEEPS[name] for name in dict.fromkeys(args.names)}
     if args.plot_only and args.plot is None:
         raise UsageError("--plot-only draws to the folder that --plot names: give it.")
-    if args.plot is not None and args.budgets is not None:
-        raise UsageError("--plot draws all budgets of a comparison: leave --budgets out.")
+    for option, part in (("--budgets", args.budgets), ("--policies", args.policies)):
+        if args.plot is not None and part is not None:
+            raise UsageError(f"--plot draws all of a comparison: leave {option} out.")
     if args.plot is not None:
         need_matplotlib()
         record.check(args.plot / "picture.svg", "--plot")
@@ -162,6 +170,9 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(
                 f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
             )
+    for pattern in patterns(args):
+        if not any(is_named(text, [pattern]) for text in policies_of(chosen.values())):
+            raise UsageError(f"{' and '.join(chosen)}: no policy is named {quoted(pattern)}: see --policies.")
     if args.gpus is not None and args.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus chooses the GPUs, and --device is {args.device}: leave one of the two out.")
     if args.gpus is not None and args.gpus > args.processes:
@@ -242,8 +253,22 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
 
 def is_asked_for(cell: Cell, args: argparse.Namespace | None) -> bool:
     """Whether the options leave a cell in."""
-    chosen = None if args is None else args.budgets
-    return chosen is None or cell.budget is None or cell.budget in chosen
+    if args is None:
+        return True
+    in_budgets = args.budgets is None or cell.budget is None or cell.budget in args.budgets
+    named = args.policies is None or cell.policy == FULL or is_named(cell.policy, patterns(args))
+    return in_budgets and named
+
+
+def patterns(args: argparse.Namespace) -> list[str]:
+    """The names that --policies lists."""
+    return [] if args.policies is None else args.policies.split(",")
+
+
+def is_named(text: str, wanted: Sequence[str]) -> bool:
+    """Whether a policy, or a member of a stack, has one of these names, in which * fits anything."""
+    names = [member.name for member in Spec(text).written.members]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
 
 
 def datasets_of(sweep: Sweep, args: argparse.Namespace | None = None) -> Sequence[str]:

@@ -53,7 +53,14 @@ def test_needs_can_be_measured_in_any_comparison() -> None:
     """Runs that know less do not serve then; runs that know more serve the documents' keys."""
     one = sweep.SWEEPS["snapkv"]
     args = argparse.Namespace(
-        model="tiny", families=["facts"], limit=None, max_new_tokens=None, plot_only=False, budgets=None, needed=True
+        model="tiny",
+        families=["facts"],
+        limit=None,
+        max_new_tokens=None,
+        plot_only=False,
+        budgets=None,
+        policies=None,
+        needed=True,
     )
     [key, *_] = sweep.wanted_of(one)
     [with_needs, *_] = sweep.wanted_of(one, args)
@@ -365,10 +372,33 @@ def test_some_budgets_alone(small: None, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
+    ("names", "left"),
+    [
+        ("window", ["window", "window:protect_prompt=true"]),
+        ("kiv*", ["kivi", "rkv+kivi"]),
+        ("rkv,quant", ["rkv+kivi", "quant"]),
+    ],
+)
+def test_some_policies_alone(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: str, left: list[str]
+) -> None:
+    """And the full cache, whose length budgets are shares of."""
+    policies = ("window", "window:protect_prompt=true", "kivi", "rkv+kivi", "quant")
+    one = replace(sweep.SWEEPS["snapkv"], policies=policies, budgets=(0.5,), beside="")
+    monkeypatch.setitem(sweep.SWEEPS, "snapkv", one)
+    wanted = list[str]()
+    monkeypatch.setattr(sweep, "generate", lambda args, argv, keys: wanted.extend(key["policy"] for key in keys))
+    assert main([*words_of(tmp_path, "snapkv"), "--families", "facts", "--policies", names]) == 0
+    assert wanted == ["full", *left]
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--budgets", "0.3"], "snapkv: there is no budget of 30 %; give some of 0.5"),
-        (["--plot", "pictures", "--budgets", "0.5"], "--plot draws all budgets of a comparison: leave --budgets out"),
+        (["--plot", "pictures", "--budgets", "0.5"], "--plot draws all of a comparison: leave --budgets out"),
+        (["--plot", "pictures", "--policies", "window"], "--plot draws all of a comparison: leave --policies out"),
+        (["--policies", "window,windo"], "snapkv: no policy is named 'windo': see --policies"),
         (["--gpus", "1"], "--gpus chooses the GPUs, and --device is cpu: leave one of the two out"),
         (["--device", "cuda", "--gpus", "2"], "--gpus is 2 and --processes 1: give a process or more for each GPU"),
     ],
@@ -563,7 +593,7 @@ def test_another_model_runs_what_it_is_calibrated_for(
     assert said.count(" Left out: thinkv; tbq\n") == 1
     assert "0 of 4 runs are in" in said, "full and three budgets of window"
     args = argparse.Namespace(model=str(model), families=["facts"], limit=1, max_new_tokens=None, plot_only=False)
-    args.budgets = None
+    args.budgets = args.policies = None
     args.needed = False
     where = dict(zip(pool.MACHINE, ("float32", "reference", "cpu"), strict=True))
     made: dict[str, Any] = {"commit": "c", "date": "2031", "machine": {}, "versions": {}, "command": "x"}
