@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--policies",
         metavar="NAME,NAME,…",
-        help="only policies of these names, whatever their options, and the full cache; * fits anything: "
-        "'thinkv*,tbq' (default: all)",
+        help="only policies of these names, whatever their options, and the full cache; NAM* fits all names that "
+        "begin so (default: all)",
     )
     add(
         "--plot",
