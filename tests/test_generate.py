@@ -799,6 +799,8 @@ def test_a_full_disk_is_one_sentence(checkpoint: Path, flags: tuple[str, ...], f
             r"no hyperparameter 'bugdet' \(did you mean budget\?\); it takes budget, ",
         ),
         (("a", "--policy", "window", "--budget", "64", "--schedule", "weekly"), "schedule 'weekly' is unknown"),
+        (("a", "--policy", "window", "--budget", "0"), "'0' is no budget: give whole tokens from 1 on, or bytes"),
+        (("a", "--policy", "window", "--budget", "0.25"), r"\(shares are for minithink.evaluate\)"),
         (("a", "--policy", "window", "--budget", "3B"), "window: a budget of 3B holds no token, because one takes"),
         (("a", "--policy", "window", "--budget", "3MB"), "'3MB' is no number of bytes such as 2MiB"),
         (("a", "--schedule", "every"), "without a policy: name one of window, .*, skipkv, crystal"),

@@ -18,7 +18,7 @@ from minithink import __version__
 from minithink.cli.cores import wait_briefly
 from minithink.cli.process import INTERRUPTED, Signals, Stopped, open_streams
 from minithink.errors import MinithinkError, UsageError, alternatives, escaped, is_disk_full, quoted, reason
-from minithink.kv.byte_size import ByteSize, looks_like_bytes
+from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
 
 SCHEDULES = (  # values of --schedule, as its help explains them
     "every (step), interval:n (each n tokens), sawtooth:B/k (at B tokens, down to k) or share:r/l (DynTS's windows)"
@@ -248,7 +248,12 @@ def _whole(text: str, least: int, what: str) -> int:
 def tokens_or_bytes(text: str) -> int | ByteSize:
     """For argparse: a budget in whole tokens, or in bytes such as 2MiB."""
     if not looks_like_bytes(text):
-        return positive(text)
+        # A share is one of what the full cache generates, which is known only where full runs, too.
+        return _whole(
+            text,
+            1,
+            f"budget: give whole tokens from 1 on, or bytes such as {EXAMPLE} (shares are for minithink.evaluate)",
+        )
     try:
         return ByteSize(text)
     except ValueError as error:

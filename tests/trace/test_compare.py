@@ -234,7 +234,7 @@ def test_bad_input_is_refused_before_the_model_is_loaded(
         (["--output", tmp_path], 1, "The page of a trace cannot be written to"),
         (["--output", other / "page.html"], 1, "page.html: Not a directory; give another --output"),
         (["--policies", "full"], 2, "names full alone"),
-        (["--budget", "none"], 2, "argument --budget: 'none' is no whole number"),
+        (["--budget", "none"], 2, "argument --budget: 'none' is no budget: give whole tokens from 1 on"),
         (["--index", "-1"], 2, "argument --index: '-1' is no whole number of at least 0"),
         (["--prompt", ""], 2, "--prompt is empty"),
     ]:
