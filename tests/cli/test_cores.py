@@ -36,6 +36,7 @@ COMMANDS = (
     ["-m", "minithink", "train", "--output", "x"],
     ["-m", "minithink.evaluate", "--output-dir", "x"],
     ["-m", "minithink.evaluate", "tune"],
+    ["-m", "minithink.trace", "compare"],
     ["-m", "minithink.calibrate", "thoughts"],
     ["-m", "minithink.analysis", "premises"],
     ["-m", "minithink.bench", "decode"],
