@@ -84,10 +84,10 @@ for i, j in sorted(pairs, key=lambda pair: -similar[tuple(pair)])[:3]:
 #
 # ## Redundancy by token
 #
-# R-KV, on which SkipKV builds, looks at single keys. Each token has an importance I (attention of the newest
-# queries) and a redundancy R (how much its key resembles other keys). With a weight σ of 0.1, the tokens with the
-# lowest σ·I − (1 − σ)·R go. The class `Telling` is the policy `skipkv`, but it stores I and R whenever it evicts. We
-# look at its first eviction. Its budget is the prompt and a third of the text.
+# R-KV, on which SkipKV builds ([tutorial 7](07_from_streamingllm_to_rkv.py)), looks at single keys. Each token has an
+# importance I (attention of the newest queries) and a redundancy R (how much its key resembles other keys). With a
+# weight σ of 0.1, the tokens with the lowest σ·I − (1 − σ)·R go. The class `Telling` is the policy `skipkv`, but it
+# stores I and R whenever it evicts. We look at its first eviction. Its budget is the prompt and a third of the text.
 
 # %%
 SEEN = []
@@ -120,15 +120,16 @@ assert spread.max() < TAU, "a penalty should be larger than all that tokens can 
 #
 # ## Redundancy by sentence
 #
-# SkipKV subtracts a penalty from all tokens of a sentence: its largest similarity to a later sentence, if that is
-# above τ. It is larger than the differences between tokens. So a penalised sentence goes as a whole, before any other
-# token:
+# SkipKV subtracts a penalty λ_i from all tokens of sentence i: its largest similarity to a later sentence, if that is
+# above τ, else 0. It is larger than the differences between tokens. So a penalised sentence goes as a whole, before
+# any other token:
 #
 #     Z = σ·I − (1 − σ)·R − λ_i
 #
 # First by hand: six tokens, of which tokens 1 and 2 are a penalised sentence and the last one is protected. Then the
 # table of penalties, filled sentence by sentence as the text is generated. The policy's own count must agree; its
-# budget is so large that nothing is evicted, and the text is the same.
+# budget is so large that nothing is evicted, and the text is the same. (It also counts `other_thoughts`, sentences
+# with `Wait`, `Alternatively` or `again`. The last section needs these.)
 
 # %%
 importance = torch.tensor([0.30, 0.05, 0.20, 0.10, 0.25, 0.10])
@@ -227,7 +228,7 @@ assert held["skipkv"][0] < held["rkv"][0], "SkipKV should drop more of what was 
 #
 # First the paper's counter for five sentences, of which O are doubts. Then the same problem with SEAL at several
 # strengths. One problem says nothing about accuracy. Of 600 test problems SEAL with α = 1 answers 599, with 8 % fewer
-# tokens than the full cache (docs/skipkv.md).
+# tokens than the full cache ([SkipKV and SEAL, measured](../docs/skipkv.md)).
 
 # %%
 strength = [1 + 0.02 * "OEOOE"[: i + 1].count("O") for i in range(5)]
