@@ -25,6 +25,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from minithink.cli.cores import wait_briefly
+
+if __name__ == "__main__":
+    wait_briefly()  # before torch is imported: OpenMP reads then how its threads wait
+
 import torch
 from torch import Tensor, nn
 

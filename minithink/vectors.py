@@ -65,6 +65,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from minithink.cli.cores import wait_briefly
+
+if __name__ == "__main__":
+    wait_briefly()  # before torch is imported: OpenMP reads then how its threads wait
+
 import torch
 from safetensors.torch import save
 from torch import Tensor

@@ -38,6 +38,11 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from minithink.cli.cores import wait_briefly
+
+if __name__ == "__main__":
+    wait_briefly()  # before torch is imported: OpenMP reads then how its threads wait
+
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
