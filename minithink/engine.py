@@ -553,6 +553,8 @@ class Engine:
                 budget and has none.
         """
         for member in members(policy):
+            if is_dataclass(member):
+                check_numbers(member)
             checks.declared(member)
         c = self.config
         shape = Shape(
@@ -568,9 +570,8 @@ class Engine:
             dtype=self.dtype,
         )
         for member in members(policy):
-            if is_dataclass(member):
-                check_numbers(member)
             member.bind(self.loaded)
+            checks.declared(member)  # once more: `bind` may have set something
             check_given_budget(member)
         self.cautions.update(cautions(policy, shape, c.qkv_bias))
         opens, closes = self.tokenizer.think_ids

@@ -35,6 +35,7 @@ ALLOWED = {
     "minithink.policies": (
         "minithink.policies",
         "minithink.kv.byte_size",
+        "minithink.kv.checks",
         "minithink.kv.contract",
         "minithink.kv.policy_errors",
         "minithink.kv.schedule",

@@ -132,10 +132,11 @@ class Known:
         else:
             raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=1024, or an object.")
         for member in members(bound):
-            checks.declared(member)
             if is_dataclass(member):
                 check_numbers(member)
+            checks.declared(member)
             member.bind(self)
+            checks.declared(member)  # once more: `bind` may have set something
             check_given_budget(member)
         return bound
 

@@ -31,7 +31,7 @@ from minithink.kv.contract import (
     is_whole,
     name_of,
 )
-from minithink.kv.schedule import Schedule
+from minithink.kv.schedule import MOST, Schedule
 from minithink.quant import parse_pair
 
 EDITS = tuple(kind.__name__ for kind in get_args(Edit))
@@ -53,6 +53,8 @@ METHODS = (  # of `Policy`: managers and engines call them
     "peaks",
     "promise",
 )
+ACTIONS = ("bind", "setup", "reset", "watch", "listen", "listen_prompt")  # of them, those that return nothing
+SWITCHES = ("capturable", "tells_due", "opens", "protect_prompt", "exempt_answer", "alike", "listens")
 
 
 def declared(policy: Policy) -> None:
@@ -62,21 +64,15 @@ def declared(policy: Policy) -> None:
         UsageError: scope, demands, storage, a number, a switch, schedule or a method are not what the contract asks
             for, or the policy has a budget and no `decide` that could keep to it.
     """
+    _check_name(policy)
     _check_methods(policy)
-    if policy.scope not in SCOPES:
-        raise _wrong(policy, "scope", policy.scope, f"it must be one of {', '.join(SCOPES)}")
+    _check_word(policy, "scope", policy.scope, SCOPES)
     demanded(policy)
-    _check_storage(policy)
+    stored(policy)
     for name in ("budget", "cap", "slack", "beside", "pull"):
-        value = getattr(policy, name)
-        if not is_whole(value) and (value is not None or name not in ("budget", "cap")):
-            raise _wrong(policy, name, value, "it must be a whole number of tokens")
-    for name in ("protect_prompt", "exempt_answer"):
-        value = getattr(policy, name)
-        if not _is_switch(value):
-            raise _wrong(policy, name, value, "it must be True or False")
-    if policy.slack < 0:
-        raise _wrong(policy, "slack", policy.slack, "it must be at least 0")
+        _check_tokens(policy, name)
+    for name in SWITCHES:
+        _check_switch(policy, name, getattr(policy, name))
     if not isinstance(policy.schedule, str):
         raise _wrong(policy, "schedule", policy.schedule, "it must be a text such as every")
     schedule = Schedule.parse(policy.schedule)
@@ -106,10 +102,18 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
             raise _wrong(policy, "a demand", demand, "it must be an object such as Demand(See.MASS)")
         if not isinstance(demand.what, See) or not demand.what:
             raise _wrong(policy, "Demand.what", demand.what, "it must be one of See, as in Demand(See.MASS)")
-        if not _is_switch(demand.prompt):
-            raise _wrong(policy, "Demand.prompt", demand.prompt, "it must be True or False")
+        _check_switch(policy, "Demand.prompt", demand.prompt)
         if demand.layers is not None:
             _check_layers(policy, demand, layers)
+
+
+def _check_name(policy: Policy) -> None:
+    """UsageError: the policy's name is no text of one line, as sentences need it."""
+    name: Any = policy.name
+    if isinstance(name, str) and name.isprintable():
+        return
+    kind = type(policy).__name__
+    raise UsageError(f"The policy {kind}: name is {said(name)}, and it must be a text of one line.")
 
 
 def _check_methods(policy: Policy) -> None:
@@ -118,6 +122,15 @@ def _check_methods(policy: Policy) -> None:
         method = getattr(policy, name)
         if not callable(method):
             raise _wrong(policy, name, method, "it must be a method: give an option another name")
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise UsageError(
+                f"The policy {name_of(policy)}: `{name}` is an `async def`, which nothing awaits: write `def`."
+            )
+        if name in ACTIONS and inspect.isgeneratorfunction(method):
+            raise UsageError(
+                f"The policy {name_of(policy)}: `{name}` has a `yield`, so that a call of it runs nothing: leave the "
+                "`yield` out."
+            )
         wanted = list(inspect.signature(getattr(Policy, name)).parameters)[1:]  # without self
         try:
             found = inspect.signature(method, follow_wrapped=False)  # what is called, not what a decorator wraps
@@ -133,15 +146,19 @@ def _check_methods(policy: Policy) -> None:
             ) from None
 
 
-def _check_storage(policy: Policy) -> None:
-    """UsageError: the policy's `storage` is none, or a field of it is not what the contract asks for. Whether its
-    formats, buffer and block suit each other is checked where a cache is made."""
+def stored(policy: Policy) -> None:
+    """Check how a policy stores its tokens. Whether formats and buffer suit each other is checked where a cache is
+    made (`storable`).
+
+    Raises:
+        UsageError: its `storage` is none, or a field of it is not what the contract asks for.
+    """
     storage = policy.storage
     if not isinstance(storage, Storage):
-        raise _wrong(policy, "storage", storage, "it must be a Storage")
+        raise _wrong(policy, "storage", storage, 'it must be an object such as Storage(thoughts=("fp8",))')
     for name in ("thoughts", "also", "names"):
         texts = getattr(storage, name)
-        if not isinstance(texts, Sequence) or isinstance(texts, (str, bytes)):
+        if not _is_list(texts):
             raise _wrong(policy, f"Storage.{name}", texts, 'it must be a tuple of texts, as in ("fp8",)')
         for text in texts:
             if not isinstance(text, str):
@@ -158,14 +175,43 @@ def _check_storage(policy: Policy) -> None:
         number = getattr(storage, name)
         if not is_whole(number) or number < 0:
             raise _wrong(policy, f"Storage.{name}", number, "it must be a whole number of at least 0")
+        if number > MOST:
+            raise _wrong(policy, f"Storage.{name}", number, f"it must be at most {MOST:,}")
     if storage.prompt >= types:
         raise _wrong(policy, "Storage.prompt", storage.prompt, f"the storage has {types} thought types, from 0")
+    if storage.block < 1 or storage.block & (storage.block - 1):
+        raise _wrong(policy, "Storage.block", storage.block, "the tokens of a page must be a power of two")
     for name in ("lag", "shrink"):
-        if not _is_switch(getattr(storage, name)):
-            raise _wrong(policy, f"Storage.{name}", getattr(storage, name), "it must be True or False")
-    for name, known in (("tail", TAILS), ("compaction", COMPACTIONS)):
-        if getattr(storage, name) not in known:
-            raise _wrong(policy, f"Storage.{name}", getattr(storage, name), f"it must be one of {', '.join(known)}")
+        _check_switch(policy, f"Storage.{name}", getattr(storage, name))
+    _check_word(policy, "Storage.tail", storage.tail, TAILS)
+    _check_word(policy, "Storage.compaction", storage.compaction, COMPACTIONS)
+
+
+def _check_tokens(policy: Policy, name: str) -> None:
+    """UsageError: a number of tokens is none that a cache can use. `check_budget` knows the bounds of budgets."""
+    number = getattr(policy, name)
+    if number is None and name in ("budget", "cap"):
+        return
+    if not is_whole(number):
+        raise _wrong(policy, name, number, "it must be a whole number of tokens")
+    if name == "budget":
+        return
+    if number < 0:
+        raise _wrong(policy, name, number, "it must be at least 0")
+    if number > MOST:
+        raise _wrong(policy, name, number, f"it must be at most {MOST:,}")
+
+
+def _check_word(policy: Policy, name: str, word: Any, known: Sequence[str]) -> None:
+    """UsageError: it is none of the words that are known."""
+    if not isinstance(word, str) or word not in known:
+        raise _wrong(policy, name, word, f"it must be one of {', '.join(known)}")
+
+
+def _check_switch(policy: Policy, name: str, value: Any) -> None:
+    """UsageError: it does not mean yes or no."""
+    if not _is_switch(value):
+        raise _wrong(policy, name, value, "it must be True or False")
 
 
 def _check_layers(policy: Policy, demand: Demand, layers: int | None) -> None:
@@ -187,6 +233,11 @@ def _is_switch(value: object) -> bool:
     return value is None or isinstance(value, (Number, np.bool_))
 
 
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list, a tuple or another sequence, and no text."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+
+
 def storable(storage: Storage, by_token: bool) -> None:
     """Check that tokens can be stored in this way. Tokens that are quantized together need a buffer, in which they
     wait for each other.
@@ -203,6 +254,11 @@ def storable(storage: Storage, by_token: bool) -> None:
         raise UsageError(
             f"Keys by token, and integers that are shrunk, are quantized together: {storage.formats} need a buffer, "
             "and have none."
+        )
+    if storage.lag and not (storage.buffer and storage.tail == "keep"):
+        raise UsageError(
+            "Storage.lag is about values that wait in a buffer, with tail='keep', and the storage has "
+            f"buffer={storage.buffer} and tail={storage.tail!r}: give both, or leave lag out."
         )
 
 
@@ -405,8 +461,7 @@ def _check_edit(policy: Policy, edit: Edit, step: Step, storage: Storage, *, loo
         return
     if isinstance(edit, Evict):
         _check(policy, f"{kind}.drop", edit.drop, _Form(torch.bool, slots, device))
-        if not _is_switch(edit.even_protected):
-            raise _wrong(policy, f"{kind}.even_protected", edit.even_protected, "it must be True or False")
+        _check_switch(policy, f"{kind}.even_protected", edit.even_protected)
         return
     _check(policy, f"{kind}.where", edit.where, _Form(torch.bool, slots, device))
     if edit.fmt not in storage.formats:

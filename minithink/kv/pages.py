@@ -348,7 +348,7 @@ def page_bytes(storage: Storage, dim: int, dtype: torch.dtype) -> int:
 
     if storage.block < 1 or storage.block & (storage.block - 1):
         raise UsageError(f"A block of {storage.block} tokens: it must be a power of two.")
-    size = storage.block * per_token(storage.thoughts[storage.prompt])
+    size = int(storage.block) * per_token(storage.thoughts[storage.prompt])
     while size < per_token("plain"):
         size *= 2
     return size

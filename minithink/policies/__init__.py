@@ -22,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
+from minithink.kv import checks
 from minithink.kv.byte_size import EXAMPLE, ByteSize, looks_like_bytes
 from minithink.kv.contract import Policy, is_whole, name_of
 from minithink.kv.policy_errors import explaining
@@ -443,9 +444,7 @@ def _make(member: _Member, option: str, tokens: Mapping[ByteSize, int]) -> Polic
     size = _size_of(member)
     policy = cls(**values) if size is None else cls(**{**values, "budget": tokens[size]})
     check_numbers(policy)
-    block = policy.storage.block
-    if block < 1 or block & (block - 1):
-        raise UsageError(f"{name}: block={block}; the tokens of a page must be a power of two.")
+    checks.stored(policy)
     return policy
 
 

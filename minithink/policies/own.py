@@ -98,7 +98,8 @@ def checked(value: Any, name: str) -> type[Policy]:
         get_type_hints(value)
     except Exception as error:
         raise UsageError(f"The types of the fields of {name} cannot be read: {reason(error)}.") from error
-    if not vars(value).get("name"):
+    given = vars(value).get("name")
+    if given is None or (isinstance(given, str) and not given):
         value.name = value.__name__
     return value
 

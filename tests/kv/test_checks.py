@@ -181,6 +181,14 @@ def test_an_edit_that_holds_something_else_is_refused(kind: Any, case: str) -> N
     assert re.search(said, refused(Mine(one(lambda step: kind(**fields)), storage=storage)))
 
 
+async def waits(row: int) -> None:
+    pass
+
+
+def yields(shape: Any) -> Iterator[None]:
+    yield
+
+
 DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "scope": ({"scope": "row"}, "scope is 'row', and it must be one of head, layer, sequence"),
     "no scope": ({"scope": None}, "scope is None"),
@@ -212,7 +220,8 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "a text of a budget": ({"budget": "8"}, "budget is '8', and it must be a whole number of tokens"),
     "no room beside": ({"beside": None}, "beside is None, and it must be a whole number of tokens"),
     "a word for protection": ({"protect_prompt": "yes"}, "protect_prompt is 'yes', and it must be True or False"),
-    "storage": ({"storage": "fp8"}, "storage is 'fp8', and it must be a Storage"),
+    "storage": ({"storage": "fp8"}, r"storage is 'fp8', and it must be an object such as Storage\("),
+    "a class of storage": ({"storage": Storage}, "storage is <class .*Storage'>, and it must be an object"),
     "budget": ({"budget": 0.5}, "budget is 0.5, and it must be a whole number of tokens"),
     "a true budget": ({"budget": True}, "budget is True"),
     "slack": ({"slack": None}, "slack is None, and it must be a whole number of tokens"),
@@ -228,6 +237,22 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
         {"setup": lambda shape, rows: None},
         r"`setup` takes \(shape, rows\) beside self, and it must take \(shape\)",
     ),
+    "an array of scopes": (
+        {"scope": np.array(["head", "layer"])},
+        "scope is array.*, and it must be one of head, layer, sequence",
+    ),
+    "a negative cap": ({"cap": -1}, "cap is -1, and it must be at least 0"),
+    "a negative pull": ({"pull": -1}, "pull is -1, and it must be at least 0"),
+    "a negative number beside": ({"beside": -1}, "beside is -1, and it must be at least 0"),
+    "slack of more than 31 bits": ({"slack": 2**31}, "slack is 2147483648, and it must be at most 1,073,741,823"),
+    "pull of more than 64 bits": ({"pull": 2**70}, "pull is 1180591620717411303424, and it must be at most"),
+    "a word for capturing": ({"capturable": "no"}, "capturable is 'no', and it must be True or False"),
+    "a tensor for telling": ({"tells_due": torch.zeros(2)}, "tells_due is a tensor, .*, and it must be True or"),
+    "a list for segments": ({"opens": []}, "opens is a list of 0, and it must be True or False"),
+    "a word for equal lanes": ({"alike": "no"}, "alike is 'no', and it must be True or False"),
+    "a word for listening": ({"listens": "no"}, "listens is 'no', and it must be True or False"),
+    "a method that is awaited": ({"reset": waits}, "`reset` is an `async def`, which nothing awaits: write `def`"),
+    "a method that yields": ({"setup": yields}, "`setup` has a `yield`, so that a call of it runs nothing"),
     "an argument by name alone": ({"notes": lambda *, row: ""}, r"`notes` takes \(row\) beside self"),
 }
 
@@ -247,6 +272,13 @@ STORED: dict[str, tuple[dict[str, Any], str]] = {
     "a text of a buffer": ({"buffer": "x"}, "Storage.buffer is 'x', and it must be a whole number of at least 0"),
     "half a buffer": ({"buffer": 0.5}, "Storage.buffer is 0.5"),
     "a negative sink": ({"sink": -2}, "Storage.sink is -2, and it must be a whole number of at least 0"),
+    "a block of three": ({"block": 3}, "Storage.block is 3, and the tokens of a page must be a power of two"),
+    "an empty block": ({"block": 0}, "Storage.block is 0, and the tokens of a page must be a power of two"),
+    "a sink of more than 64 bits": (
+        {"sink": 2**70},
+        "Storage.sink is 1180591620717411303424, and it must be",
+    ),
+    "a buffer of more than 31 bits": ({"buffer": 2**31}, "Storage.buffer is 2147483648, and it must be at most"),
     "no block": ({"block": None}, "Storage.block is None"),
     "an unknown tail": ({"tail": "drop"}, "Storage.tail is 'drop', and it must be one of quantize, keep"),
     "an unknown compaction": (
@@ -265,6 +297,26 @@ def test_every_field_of_a_storage_is_checked(case: str) -> None:
     assert re.search(said, refused(policy))
     with pytest.raises(UsageError, match=said):
         Stack([Cut(9), policy])
+
+
+@pytest.mark.parametrize("cache", ["plain", "pages"])
+@pytest.mark.parametrize("fields", [{"tail": "keep"}, {"buffer": 4}])
+def test_values_lag_only_behind_a_buffer_that_keeps_its_tail(fields: dict[str, Any], cache: str) -> None:
+    storage = Storage(thoughts=("fp8",), lag=True, **fields)
+    with pytest.raises(
+        UsageError, match=r"Storage\.lag is about values that wait in a buffer, with tail='keep', and"
+    ):
+        manager_of(Mine(lambda step: (), storage=storage), cache)
+
+
+def test_a_block_may_be_a_number_of_numpy() -> None:
+    run(Mine(lambda step: (), storage=Storage(thoughts=("fp8",), block=cast(Any, np.int64(8)))))
+
+
+@pytest.mark.parametrize("name", [3, "mine\nyours", "\x1b[31mmine", torch.zeros(2)])
+def test_a_name_is_a_text_of_one_line(name: Any) -> None:
+    with pytest.raises(UsageError, match=r"^The policy Mine: name is .*, and it must be a text of one line"):
+        run(Mine(lambda step: (), name=name))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

@@ -149,7 +149,7 @@ def test_what_an_object_declares_is_checked_before_it_is_used(engine: Engine, fi
     """Sizes are computed before there is a cache, and would fail on a text."""
     policy = Window(budget=8)
     setattr(policy, field, value)
-    with pytest.raises(UsageError, match=rf"^The policy window: {field} is .*, and it must be a "):
+    with pytest.raises(UsageError, match=rf"^The policy window: {field} is .*, and it must be an? "):
         generate(engine, policy)
 
 
@@ -330,6 +330,14 @@ def test_a_limit_is_a_whole_number(engine: Engine, name: str) -> None:
     said = r"^The policy Wrong fails in `peaks`, which it inherits \(minithink\.kv\.contract, line "
     with pytest.raises(MinithinkError, match=said):
         engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache="paged")
+
+
+@pytest.mark.parametrize("cache", ["plain", "paged"])
+@pytest.mark.parametrize(("field", "value"), [("budget", "8"), ("storage", "fp8")])
+def test_what_bind_sets_is_checked(engine: Engine, field: str, value: Any, cache: str) -> None:
+    wrong = type("Wrong", (Newest,), {"bind": lambda policy, model: setattr(policy, field, value)})
+    with pytest.raises(UsageError, match=rf"^The policy Wrong: {field} is '{value}', and it must be"):
+        engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache=cache)
 
 
 def test_a_method_may_be_decorated_or_written_in_c(engine: Engine) -> None:

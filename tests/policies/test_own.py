@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import minithink
 from minithink import policies
 from minithink.errors import MinithinkError, UsageError
+from minithink.kv.checks import declared
 from minithink.kv.plain import PlainCache
 from minithink.kv.stack import Stack
 from minithink.model import Rope
@@ -306,6 +307,24 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, message: s
         list(map(parse, load_list(text)))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [
+        ('storage = "x"', "storage is 'x', and it must be an object such as Storage"),
+        ("storage = None", "storage is None, and it must be an object such as Storage"),
+        ("name = 3", "name is 3, and it must be a text of one line"),
+        ("import numpy; name = numpy.zeros(2)", r"name is array\(\[0., 0.\]\), and it must be a text of one line"),
+        ('slack = "x"', "slack is 'x', and it must be a whole number of tokens"),
+    ],
+)
+def test_what_a_class_says_is_checked_before_there_is_a_model(mine: Path, attribute: str, said: str) -> None:
+    """Its storage already when the policy is made, because budgets in bytes ask for it."""
+    (mine.parent / "wrong.py").write_text(MINE.replace('scope = "sequence"', attribute))
+    load("wrong.py:Mine")
+    with pytest.raises(UsageError, match=f"^The policy Mine: {said}"):
+        declared(parse("wrong.py:Mine:budget=9"))
 
 
 OURS = st.sampled_from(["full", "window:budget=3", "rkv:schedule=sawtooth:9/3,budget=3", "kivi:bits=4+window"])
