@@ -55,6 +55,7 @@ METHODS = (  # of `Policy`: managers and engines call them
 )
 ACTIONS = ("bind", "setup", "reset", "watch", "listen", "listen_prompt")  # of them, those that return nothing
 SWITCHES = ("capturable", "tells_due", "opens", "protect_prompt", "exempt_answer", "alike", "listens")
+EXAMPLE_OF_PEAKS = '[[("plain", 300)]]'
 
 
 def declared(policy: Policy) -> None:
@@ -238,6 +239,11 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
+def _is_series(value: Any) -> bool:
+    """The same, or what yields such items, as a generator does."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Tensor))
+
+
 def storable(storage: Storage, by_token: bool) -> None:
     """Check that tokens can be stored in this way. Tokens that are quantized together need a buffer, in which they
     wait for each other.
@@ -358,6 +364,63 @@ def counts_of(policy: Policy, row: int) -> Mapping[str, int]:
         if type(name) is not str or type(count) is not int or count < 0:
             raise _returned_wrong(policy, "counts", found, expected)
     return found
+
+
+def peaks_of(policy: Policy, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
+    """The moments of `Policy.peaks`. A lane never holds more tokens than the text has, so no number is larger.
+
+    Args:
+        tokens, prompt: as of `Policy.peaks`.
+
+    Raises:
+        UsageError: it returns something else, names an unknown format or leaves one out, or `Policy.limit` is no
+            number of tokens.
+    """
+    limit_of(policy)  # the moments of most policies follow from it
+    moments: Any = policy.peaks(tokens, prompt)
+    if not _is_series(moments):
+        raise _returned_wrong(policy, "peaks", moments, f"a list of moments, as in {EXAMPLE_OF_PEAKS}")
+    found = []
+    named = set()
+    for moment in moments:
+        if not _is_series(moment):
+            raise _wrong(policy, "a moment of `peaks`", moment, f"it must be a list, as in {EXAMPLE_OF_PEAKS}")
+        held = []
+        for pair in moment:
+            name, number = _pair_of_peaks(policy, pair)
+            named.add(name)
+            held.append((name, min(number, tokens)))
+        found.append(held)
+    for name in (*policy.storage.thoughts, *policy.storage.also):
+        if name not in named:
+            raise UsageError(
+                f"The policy {name_of(policy)}: `peaks` must say how many tokens of every format a lane may hold, "
+                f"and no moment names {name}."
+            )
+    return found
+
+
+def _pair_of_peaks(policy: Policy, pair: Any) -> tuple[str, int]:
+    """A format and its tokens. UsageError: the pair is something else."""
+    if not _is_list(pair) or len(pair) != 2:
+        expected = f"it must be a format and its tokens, as in {EXAMPLE_OF_PEAKS}"
+        raise _wrong(policy, "an entry of a moment of `peaks`", pair, expected)
+    name, number = pair
+    _check_word(policy, "a format of `peaks`", name, policy.storage.formats)
+    if not is_whole(number) or number < 0:
+        what = f"the number of {name} tokens in `peaks`"
+        raise _wrong(policy, what, number, "it must be a whole number of at least 0")
+    return name, int(number)
+
+
+def promise_of(policy: Policy, tokens: int, prompt: int) -> int | None:
+    """The tokens of `Policy.promise`. UsageError: it returns something else. Arguments: as of `Policy.promise`."""
+    found: Any = policy.promise(tokens, prompt)
+    if found is None:
+        return None
+    if not is_whole(found) or found < 1:
+        raise _returned_wrong(policy, "promise", found, "a whole number of tokens, at least 1, or None")
+    return int(found)
 
 
 def returned(policy: Policy, method: str, found: Any, kind: type, expected: str) -> Any:

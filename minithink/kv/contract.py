@@ -548,7 +548,8 @@ class Policy:
 
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
         """What the pool is made for: moments at which a lane may hold most, each as (format, tokens) for every
-        thought type and every further format.
+        thought type and every further format. A moment may leave formats out, but each format stands in one. A number
+        that is larger than `tokens` counts as `tokens`.
 
         Args:
             tokens: the longest sequence, prompt and answer.
@@ -566,7 +567,7 @@ class Policy:
             tokens, prompt: as of `peaks`.
 
         Returns:
-            The tokens; None: the pool is made for `peaks`.
+            The tokens, at least 1; None: the pool is made for `peaks`.
         """
         whole = self.limit is None or self.exempt_answer
         if not whole or self.average_limit is None or type(self).peaks is not Policy.peaks:

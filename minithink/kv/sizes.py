@@ -9,6 +9,7 @@ import torch
 
 from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted
+from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy, Storage, kept, name_of
 from minithink.kv.pages import layouts
@@ -173,7 +174,7 @@ def needs(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, prompt: int
     at_home = prompt if stays or policy.cap is None else min(prompt, policy.cap)
     pages = 0
     most = 0
-    for moment in policy.peaks(tokens, prompt):
+    for moment in checks.peaks_of(policy, tokens, prompt):
         opened = 0
         held = 0
         for name, n in moment:
@@ -204,7 +205,7 @@ def promised_pages(policy: Policy, dim: int, dtype: torch.dtype, tokens: int, pr
         tokens, prompt: as of `needs`.
     """
     storage = policy.storage
-    held = policy.promise(tokens, prompt)
+    held = checks.promise_of(policy, tokens, prompt)
     if held is None or storage.moves:
         return None
     lay = dict(zip(storage.formats, layouts(storage, dim, dtype), strict=True))

@@ -57,7 +57,8 @@ class Stack(Policy):
     @property
     def limit(self) -> int | None:
         """The tightest limit of all members."""
-        return min((m.limit for m in self.members if m.limit is not None), default=None)
+        limits = [checks.limit_of(m) for m in self.members]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def bind(self, model: Model) -> None:
         for member in self.members:

@@ -319,6 +319,55 @@ def test_a_name_is_a_text_of_one_line(name: Any) -> None:
         run(Mine(lambda step: (), name=name))
 
 
+# What `peaks` may return that is wrong.
+PEAKS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "returned None from `peaks`, which must return a list of moments, as in"),
+    "a text": ("plain", "returned 'plain' from `peaks`"),
+    "a tensor": (torch.zeros(2), r"returned a tensor, float32 \[2\] on cpu from `peaks`"),
+    "a dictionary": ({"plain": 9}, "returned {'plain': 9} from `peaks`"),
+    "one moment": ([("plain", 9)], "an entry of a moment of `peaks` is 'plain', and it must be a format and its"),
+    "a number": ([9], "a moment of `peaks` is 9, and it must be a list, as in"),
+    "a moment too few": ([[("plain", 9)], None], "a moment of `peaks` is None, and it must be a list"),
+    "a format alone": ([["plain"]], "an entry of a moment of `peaks` is 'plain', and it must be a format and"),
+    "three of two": ([[("plain", 9, 9)]], "an entry of a moment of `peaks` is a tuple of 3, and it must be a format"),
+    "an unknown format": ([[("fp4", 9)]], "a format of `peaks` is 'fp4', and it must be one of plain, fp8"),
+    "a list for a format": ([[(["fp8"], 9)]], "a format of `peaks` is a list of 1, and it must be one of plain, fp8"),
+    "a text of a number": ([[("plain", "9")]], "the number of plain tokens in `peaks` is '9', and it must be a"),
+    "a negative number": ([[("plain", -3)]], "the number of plain tokens in `peaks` is -3, and it must be"),
+    "NaN": ([[("plain", float("nan"))]], "the number of plain tokens in `peaks` is nan, and it must be"),
+    "half a token": ([[("plain", 2.5)]], "the number of plain tokens in `peaks` is 2.5, and it must be"),
+    "no moment": ([], "`peaks` must say how many tokens of every format .* no moment names plain"),
+    "a format too few": ([[("plain", 9)]], "`peaks` must say how many tokens of every format .* no moment names fp8"),
+}
+
+
+@pytest.mark.parametrize("case", PEAKS)
+def test_peaks_are_checked(case: str) -> None:
+    found, said = PEAKS[case]
+    policy = Mine(lambda step: (), storage=Storage(also=("fp8",)), peaks=lambda tokens, prompt: found)
+    assert re.search(said, refused(policy))
+
+
+def test_a_lane_has_no_more_pages_than_its_text_needs() -> None:
+    """However many tokens `peaks` say."""
+    usual = manager_for(DECODER, Mine(lambda step: ()), tokens=40)
+    many = Mine(lambda step: (), peaks=lambda tokens, prompt: iter([[("plain", np.int64(10**9))]]))
+    manager = manager_for(DECODER, many, tokens=40)
+    assert manager.store.slots.table.free_pages.count == usual.store.slots.table.free_pages.count
+
+
+@pytest.mark.parametrize("found", ["9", -1, 0, 2.5, float("nan"), True, [9], torch.tensor(9)])
+def test_a_promise_is_a_number_of_tokens(found: Any) -> None:
+    """Also where memory suffices, so that nobody asks for it."""
+    said = "from `promise`, which must return a whole number of tokens, at least 1, or None"
+    assert said in refused(Mine(lambda step: (), promise=lambda tokens, prompt: found))
+
+
+@pytest.mark.parametrize("found", [9, 10**9, np.int64(9), None])
+def test_a_promise_may_be_any_number_of_tokens(found: Any) -> None:
+    run(Mine(lambda step: (), promise=lambda tokens, prompt: found))
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("case", DECLARED)
 def test_what_is_declared_is_checked(case: str, stacked: bool) -> None:
