@@ -46,7 +46,10 @@ def explained(error: Exception | SystemExit) -> MinithinkError | None:
     """
     own = None
     inherited = None
-    for frame, number in traceback.walk_tb(error.__traceback__):
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if isinstance(error.__cause__, StopIteration):  # a `next` in a generator: Python's error has lost its frames
+        frames += traceback.walk_tb(error.__cause__.__traceback__)
+    for frame, number in frames:
         policy = _policy_of(frame)
         if policy is None:
             continue
@@ -63,7 +66,7 @@ def explained(error: Exception | SystemExit) -> MinithinkError | None:
         method += ", which it inherits"
     shapes = _shapes(frame)
     there = f" Its tensors there are {shapes}." if shapes else ""
-    why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error)
+    why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error).removesuffix(".")
     return MinithinkError(f"The policy {name_of(policy)} fails in {method} ({_place(frame, number)}): {why}.{there}")
 
 

@@ -229,5 +229,6 @@ def _is_defined_in(value: Any, module: ModuleType) -> bool:
 def _said(error: BaseException) -> str:
     """An error with its kind: "NameError: name 'x' is not defined"."""
     words = reason(error) if isinstance(error, Exception) else str(error)
+    words = words.removesuffix(".")  # the sentence has one
     kind = type(error).__name__
     return words if words == kind else f"{kind}: {words}"

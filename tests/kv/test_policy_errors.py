@@ -65,7 +65,7 @@ class Loud(Policy):
         if self.wrong == "key":
             return {}[layer]
         if self.wrong == "value":
-            raise ValueError("it is too loud")
+            raise ValueError("it is too loud.")
         if self.wrong == "exit":
             sys.exit(0)
         if self.wrong == "own sentence":
@@ -94,7 +94,7 @@ def generate(engine: Engine, policy: Any) -> Any:
         ("index", "score", r"index 9 is out of bounds"),
         ("attribute", "score", r".*no_such_method"),
         ("key", "score", r""),
-        ("value", "score", r"it is too loud"),
+        ("value", "score", r"it is too loud\. Its tensors there are"),
         ("exit", "score", r"it ends the program \(SystemExit\)\."),
     ],
 )
@@ -363,6 +363,18 @@ def test_what_bind_sets_is_checked(engine: Engine, field: str, value: Any, cache
     wrong = type("Wrong", (Newest,), {"bind": lambda policy, model: setattr(policy, field, value)})
     with pytest.raises(UsageError, match=rf"^The policy Wrong: {field} is '{value}', and it must be"):
         engine.generate([[10, 11]], max_new_tokens=3, policy=wrong(budget=8), cache=cache)
+
+
+def test_a_next_that_finds_nothing_is_an_error_of_the_policy(engine: Engine) -> None:
+    """Python makes it a RuntimeError, which has lost the frames of the generator."""
+
+    def decide(self: Newest, step: Step) -> Iterable[Edit]:
+        yield next(iter(()))
+
+    here = rf"\({Path(__file__).name}, line \d+\)"
+    said = rf"^The policy Wrong fails in `decide` {here}: generator raised StopIteration\."
+    with pytest.raises(MinithinkError, match=said):
+        generate(engine, type("Wrong", (Newest,), {"decide": decide})(budget=8))
 
 
 def test_a_method_may_be_decorated_or_written_in_c(engine: Engine) -> None:

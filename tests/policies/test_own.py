@@ -277,6 +277,7 @@ def test_installed_packages_offer_policies(tmp_path: Path, monkeypatch: pytest.M
         ("mine.py:Needs:size=7", "The policy Needs fails in `__post_init__` (mine.py, line 32): 'seven'."),
         ("syntax.py:Mine", "file syntax.py raised an error: SyntaxError: invalid syntax (syntax.py, line 2)."),
         ("raises.py:Mine", "file raises.py raised an error (line 3): ZeroDivisionError: division by zero."),
+        ("full_stop.py:Mine", "file full_stop.py raised an error (line 1): ValueError: it ends."),
         ("exits.py:Mine", "file exits.py raised an error (line 1): SystemExit: bye."),
         ("nowhere:Mine", "There is no module nowhere: name a policy's class as FILE.py:Class, or as module:Class"),
         ("importss:Mine", "There is no module importss (did you mean imports?): name a policy's class"),
@@ -296,6 +297,7 @@ def test_installed_packages_offer_policies(tmp_path: Path, monkeypatch: pytest.M
 def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, message: str) -> None:
     (mine.parent / "syntax.py").write_text("x = 3\nx y")
     (mine.parent / "raises.py").write_text("x = 3\n\nx / 0")
+    (mine.parent / "full_stop.py").write_text("raise ValueError('it ends.')")
     (mine.parent / "exits.py").write_text("raise SystemExit('bye')")
     (mine.parent / "imports.py").write_text("import nothing")
     (mine.parent / "package").mkdir()
@@ -307,6 +309,7 @@ def test_what_cannot_be_loaded_is_one_sentence(mine: Path, text: str, message: s
         list(map(parse, load_list(text)))
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert not str(refused.value).endswith("..")
 
 
 @pytest.mark.parametrize(
