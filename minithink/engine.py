@@ -40,7 +40,7 @@ from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
-from minithink.policies import POLICIES, check_given_budget, check_numbers, check_window, load_installed, parse
+from minithink.policies import POLICIES, check_given_budget, check_numbers, load_installed, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
@@ -573,7 +573,6 @@ class Engine:
             member.bind(self.loaded)
             checks.declared(member)  # once more: `bind` may have set something
             check_given_budget(member)
-            check_window(member)
         self.cautions.update(cautions(policy, shape, c.qkv_bias))
         opens, closes = self.tokenizer.think_ids
         if policy.exempt_answer and policy.budget is not None and None in (opens, closes):

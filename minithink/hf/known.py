@@ -22,7 +22,7 @@ from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
-from minithink.policies import check_given_budget, check_numbers, check_window, load_installed, read
+from minithink.policies import check_given_budget, check_numbers, load_installed, read
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.text.tags import Tags
 from minithink.text.tokenizer import Tokenizer
@@ -138,7 +138,6 @@ class Known:
             member.bind(self)
             checks.declared(member)  # once more: `bind` may have set something
             check_given_budget(member)
-            check_window(member)
         return bound
 
 

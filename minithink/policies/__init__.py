@@ -13,7 +13,6 @@ A policy is a dataclass whose fields are its hyperparameters. On the command lin
 
 from __future__ import annotations
 
-import copy
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +20,6 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from math import isfinite
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import torch
-from torch import Tensor
 
 from minithink.errors import QUOTED, UsageError, escaped, quoted
 from minithink.kv import checks
@@ -53,7 +49,6 @@ from minithink.policies.random import Random
 from minithink.policies.random_attention import RandomAttention
 from minithink.policies.rkv import Rkv
 from minithink.policies.scissorhands import Scissorhands
-from minithink.policies.scored import Scored
 from minithink.policies.seal import Seal
 from minithink.policies.sepllm import SepLLM
 from minithink.policies.skipkv import SkipKV
@@ -106,7 +101,6 @@ _CLASSES: tuple[type[Policy], ...] = (
 POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in _CLASSES}
 _OURS = frozenset(POLICIES)  # the others are of users
 UNLISTED: dict[str, type[Policy]] = {}  # texts can name these too, but no list shows them: controls of comparisons
-WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 GROUP = "minithink.policies"  # of entry points: policies of installed packages
 _HINTS: dict[type[Policy], dict[str, Any]] = {}
 _MEMBERS = re.compile(r"\+(?!\d)")  # between the members of a stack; before a digit it is the + of 1e+5
@@ -487,29 +481,6 @@ def check_given_budget(policy: Policy) -> None:
     if policy.budget is None and Schedule.parse(policy.schedule).grow is None:
         raise UsageError(
             f"The policy {name_of(policy)} needs a budget in tokens: give one, as in {cls.__name__}(budget=256)."
-        )
-
-
-def check_window(policy: Policy) -> None:
-    """Refuse a policy derived from `Scored` whose `window_size` counts parts of tokens. NaN would be no window.
-
-    The method is called once before anything runs, and only the type of what it returns is looked at.
-
-    Raises:
-        UsageError: it returns fractions or truth values.
-    """
-    if not isinstance(policy, Scored):
-        return
-    room = torch.full((1, 1, 1), 8, dtype=torch.int32)  # [Lt, B, Ht]; any number will do
-    try:
-        found: Any = copy.copy(policy).window_size(room)  # a copy, if the method sets attributes
-    except Exception:  # it may need what only a step knows; an error of its code is told when a lane is due
-        return
-    if isinstance(found, Tensor) and found.dtype not in WHOLE:
-        kind = str(found.dtype).removeprefix("torch.")
-        raise UsageError(
-            f"The policy {name_of(policy)} returned {kind} from `window_size`, which must return whole numbers of "
-            "tokens, int32: write room // 2, not room / 2."
         )
 
 

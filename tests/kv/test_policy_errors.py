@@ -20,7 +20,6 @@ from minithink.errors import MinithinkError, UsageError
 from minithink.kv.contract import Demand, Edit, Evict, Model, Policy, See, Shape, Step
 from minithink.kv.policy_errors import explained
 from minithink.kv.stack import Stack
-from minithink.policies.full import Full
 from minithink.policies.raas import RaaS
 from minithink.policies.rkv import Rkv
 from minithink.policies.scored import Choice, Scored
@@ -330,31 +329,6 @@ def test_a_limit_is_a_whole_number(engine: Engine, name: str) -> None:
         for policy in (wrong(budget=8), Stack([Window(budget=9), wrong(budget=8)])):
             with pytest.raises(UsageError, match=said):
                 engine.generate([[10, 11]], max_new_tokens=3, policy=policy, cache=cache)
-
-
-@pytest.mark.parametrize("cache", ["plain", "paged"])
-@pytest.mark.parametrize(("window", "kind"), [(lambda room: room / 2, "float32"), (lambda room: room > 2, "bool")])
-def test_a_window_has_whole_tokens(engine: Engine, window: Callable[[Tensor], Any], kind: str, cache: str) -> None:
-    """NaN would be no window, without a word."""
-    wrong = type("Wrong", (Newest,), {"window_size": lambda policy, room: window(room)})(budget=8)
-    said = rf"^The policy Wrong returned {kind} from `window_size`, which must return whole numbers of tokens, int32"
-    for policy in (wrong, Stack([wrong, Full()])):
-        with pytest.raises(UsageError, match=said):
-            engine.generate([list(range(10, 20))], max_new_tokens=3, policy=policy, cache=cache)
-    with pytest.raises(UsageError, match=said):
-        engine.bind(wrong)
-
-
-def test_a_window_may_depend_on_what_only_a_step_knows(engine: Engine) -> None:
-    class Learning(Newest):
-        def due(self, step: Step) -> tuple[Tensor, Tensor]:
-            self.most = 2
-            return super().due(step)
-
-        def window_size(self, room: Tensor) -> Tensor:
-            return room.clamp(max=self.most).long()
-
-    assert generate(engine, Learning(budget=8))[0].kv_evicted > 0
 
 
 @pytest.mark.parametrize("cache", ["plain", "paged"])
