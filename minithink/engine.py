@@ -12,7 +12,6 @@ import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from minithink.checkpoint.weights import load_decoder, resolve
 from minithink.config import ModelConfig
 from minithink.errors import MinithinkError, UsageError, alternatives, counted, quoted
 from minithink.generation import DRAWING, GenerationConfig
-from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.cautions import cautions
 from minithink.kv.contract import Policy, Shape, name_of
@@ -40,7 +38,7 @@ from minithink.kv.sizes import check_budget
 from minithink.kv.stack import members
 from minithink.loaded import Home, Loaded
 from minithink.model import Decoder
-from minithink.policies import POLICIES, check_given_budget, check_numbers, load_installed, parse
+from minithink.policies import POLICIES, check_given_budget, check_member, load_installed, parse
 from minithink.policies.full import Full
 from minithink.sampling import SamplingParams, is_whole
 from minithink.sequence import Chunk, Loss, Result, Track
@@ -553,9 +551,7 @@ class Engine:
                 budget and has none.
         """
         for member in members(policy):
-            if is_dataclass(member):
-                check_numbers(member)
-            checks.declared(member)
+            check_member(member)
         c = self.config
         shape = Shape(
             layers=c.num_layers,
@@ -571,7 +567,7 @@ class Engine:
         )
         for member in members(policy):
             member.bind(self.loaded)
-            checks.declared(member)  # once more: `bind` may have set something
+            check_member(member)  # once more: `bind` may have set something
             check_given_budget(member)
         self.cautions.update(cautions(policy, shape, c.qkv_bias))
         opens, closes = self.tokenizer.think_ids

@@ -349,8 +349,8 @@ assert kept["window (StreamingLLM)"].kept > 0.9
 assert kept["rkv"].pairs > 20
 
 # %% [markdown]
-# In this short text most needs are recent, so the window meets them. One text proves nothing: [a
-# page](../docs/appendix/baselines.md) has 600 texts of each policy. On the embedded model, at a quarter of the
+# In this short text most needs are recent, so the window meets them. One text proves nothing: [every
+# baseline](../docs/appendix/baselines.md) was measured on 600 texts. On the embedded model, at a quarter of the
 # tokens, R-KV, RaaS and `snapkv_decode` have more right answers than random eviction, TOVA and H2O have fewer. On [a
 # pretrained model](../docs/transfer.md) TOVA and H2O have more, too. The share of needs that is met, a mean over
 # heads, explains right answers only in part.

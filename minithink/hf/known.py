@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from minithink.checkpoint import calibration as files
 from minithink.checkpoint.weights import MODEL, other_value
 from minithink.config import ARCHITECTURES, ModelConfig
 from minithink.errors import MinithinkError, UsageError, quoted
-from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
 from minithink.kv.contract import Policy
 from minithink.kv.policy_errors import explaining
 from minithink.kv.sizes import tokens_of_bytes
 from minithink.kv.stack import members
-from minithink.policies import check_given_budget, check_numbers, load_installed, read
+from minithink.policies import check_given_budget, check_member, load_installed, read
 from minithink.policies.dynts_oracles import AnswerOracle, NeedsOracle
 from minithink.text.tags import Tags
 from minithink.text.tokenizer import Tokenizer
@@ -132,11 +130,9 @@ class Known:
         else:
             raise UsageError(f"The policy is {quoted(policy)}: give a text, as in rkv:budget=1024, or an object.")
         for member in members(bound):
-            if is_dataclass(member):
-                check_numbers(member)
-            checks.declared(member)
+            check_member(member)
             member.bind(self)
-            checks.declared(member)  # once more: `bind` may have set something
+            check_member(member)  # once more: `bind` may have set something
             check_given_budget(member)
         return bound
 

@@ -31,7 +31,7 @@ from minithink.kv.contract import (
     is_whole,
     name_of,
 )
-from minithink.kv.schedule import MOST, Schedule
+from minithink.kv.schedule import Schedule
 from minithink.quant import parse_pair
 
 EDITS = tuple(kind.__name__ for kind in get_args(Edit))
@@ -55,6 +55,8 @@ METHODS = (  # of `Policy`: managers and engines call them
 )
 ACTIONS = ("bind", "setup", "reset", "watch", "listen", "listen_prompt")  # of them, those that return nothing
 SWITCHES = ("capturable", "tells_due", "opens", "protect_prompt", "exempt_answer", "alike", "listens")
+PARAMETERS = {name: [*inspect.signature(getattr(Policy, name)).parameters][1:] for name in METHODS}  # without self
+MOST_TOKENS = 2**30  # no lane holds more: `sizes.UNLIMITED`
 EXAMPLE_OF_PEAKS = '[[("plain", 300)]]'
 
 
@@ -62,8 +64,8 @@ def declared(policy: Policy) -> None:
     """Check what a policy says of itself before anything runs. The policy stays as it is.
 
     Raises:
-        UsageError: scope, demands, storage, a number, a switch, schedule or a method are not what the contract asks
-            for, or the policy has a budget and no `decide` that could keep to it.
+        UsageError: name, scope, demands, storage, a number, a switch, schedule or a method are not what the contract
+            asks for, or the policy has a budget and no `decide` that could keep to it.
     """
     _check_name(policy)
     _check_methods(policy)
@@ -109,9 +111,11 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
 
 
 def _check_name(policy: Policy) -> None:
-    """UsageError: the policy's name is no text of one line, as sentences need it."""
+    """UsageError: the policy's name is no text of one line, as sentences need it. None stands for its class's."""
     name: Any = policy.name
-    if isinstance(name, str) and name.isprintable():
+    if name is None:
+        return
+    if isinstance(name, str) and len(name.splitlines()) <= 1 and all(c.isprintable() or c.isspace() for c in name):
         return
     kind = type(policy).__name__
     raise UsageError(f"The policy {kind}: name is {said(name)}, and it must be a text of one line.")
@@ -132,7 +136,7 @@ def _check_methods(policy: Policy) -> None:
                 f"The policy {name_of(policy)}: `{name}` has a `yield`, so that a call of it runs nothing: leave the "
                 "`yield` out."
             )
-        wanted = list(inspect.signature(getattr(Policy, name)).parameters)[1:]  # without self
+        wanted = PARAMETERS[name]
         try:
             found = inspect.signature(method, follow_wrapped=False)  # what is called, not what a decorator wraps
         except ValueError:  # written in C
@@ -176,12 +180,10 @@ def stored(policy: Policy) -> None:
         number = getattr(storage, name)
         if not is_whole(number) or number < 0:
             raise _wrong(policy, f"Storage.{name}", number, "it must be a whole number of at least 0")
-        if number > MOST:
-            raise _wrong(policy, f"Storage.{name}", number, f"it must be at most {MOST:,}")
+        if number > MOST_TOKENS:
+            raise _wrong(policy, f"Storage.{name}", number, f"it must be at most {MOST_TOKENS:,}")
     if storage.prompt >= types:
         raise _wrong(policy, "Storage.prompt", storage.prompt, f"the storage has {types} thought types, from 0")
-    if storage.block < 1 or storage.block & (storage.block - 1):
-        raise _wrong(policy, "Storage.block", storage.block, "the tokens of a page must be a power of two")
     for name in ("lag", "shrink"):
         _check_switch(policy, f"Storage.{name}", getattr(storage, name))
     _check_word(policy, "Storage.tail", storage.tail, TAILS)
@@ -189,7 +191,8 @@ def stored(policy: Policy) -> None:
 
 
 def _check_tokens(policy: Policy, name: str) -> None:
-    """UsageError: a number of tokens is none that a cache can use. `check_budget` knows the bounds of budgets."""
+    """UsageError: the policy's attribute is no number of tokens that a cache can use. `check_budget` knows the bounds
+    of budgets."""
     number = getattr(policy, name)
     if number is None and name in ("budget", "cap"):
         return
@@ -199,18 +202,18 @@ def _check_tokens(policy: Policy, name: str) -> None:
         return
     if number < 0:
         raise _wrong(policy, name, number, "it must be at least 0")
-    if number > MOST:
-        raise _wrong(policy, name, number, f"it must be at most {MOST:,}")
+    if number > MOST_TOKENS:
+        raise _wrong(policy, name, number, f"it must be at most {MOST_TOKENS:,}")
 
 
 def _check_word(policy: Policy, name: str, word: Any, known: Sequence[str]) -> None:
-    """UsageError: it is none of the words that are known."""
+    """UsageError: the word is unknown. name: of the attribute, for the message."""
     if not isinstance(word, str) or word not in known:
         raise _wrong(policy, name, word, f"it must be one of {', '.join(known)}")
 
 
 def _check_switch(policy: Policy, name: str, value: Any) -> None:
-    """UsageError: it does not mean yes or no."""
+    """UsageError: the value means neither yes nor no. name: of the attribute, for the message."""
     if not _is_switch(value):
         raise _wrong(policy, name, value, "it must be True or False")
 
@@ -240,7 +243,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_series(value: Any) -> bool:
-    """The same, or what yields such items, as a generator does."""
+    """Whether one can loop over a value as over a list; a generator is one, a text is not."""
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Tensor))
 
 

@@ -548,8 +548,8 @@ class Policy:
 
     def peaks(self, tokens: int, prompt: int) -> list[list[tuple[str, int]]]:
         """What the pool is made for: moments at which a lane may hold most, each as (format, tokens) for every
-        thought type and every further format. A moment may leave formats out, but each format stands in one. A number
-        that is larger than `tokens` counts as `tokens`.
+        thought type and every further format. A moment may leave out formats of which it has no tokens, but each
+        format stands in some moment. A number above `tokens` counts as `tokens`.
 
         Args:
             tokens: the longest sequence, prompt and answer.

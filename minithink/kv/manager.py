@@ -169,7 +169,6 @@ class KVManager:
         self.grows = first is not None
         longest = tokens if first is None else min(first, tokens)
         need = needs(policy, config.head_dim, dtype, longest, self.prompt)
-        promised = promised_pages(policy, config.head_dim, dtype, longest, self.prompt)
         self._fits = columns == "fit"
         if columns == "fit":
             columns = need.width
@@ -181,6 +180,7 @@ class KVManager:
         if pages is None:
             pages = worst
         elif pages == "promised":
+            promised = promised_pages(policy, config.head_dim, dtype, longest, self.prompt)
             of_row = need.pages if promised is None else min(need.pages, promised)
             pages = units * (max(rows * of_row, need.pages) + prompts * need.prompt_pages)
         self.scarce = pages < worst  # whether the pool may turn out to be too small

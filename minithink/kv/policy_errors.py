@@ -44,19 +44,10 @@ def explained(error: Exception | SystemExit) -> MinithinkError | None:
 
     It names the policy's own method, if one was running, else the method of this project that the policy inherits.
     """
-    own = None
-    inherited = None
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    if isinstance(error.__cause__, StopIteration):  # a `next` in a generator: Python's error has lost its frames
-        frames += traceback.walk_tb(error.__cause__.__traceback__)
-    for frame, number in frames:
-        policy = _policy_of(frame)
-        if policy is None:
-            continue
-        if not _is_ours(_module_of(frame)):
-            own = (policy, frame, number)
-        elif not _is_ours(type(policy).__module__):
-            inherited = (policy, frame, number)
+    own, inherited = _methods_in(error)
+    if own is None and isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        # A `next` in a generator found nothing. Python makes a RuntimeError of that, without the generator's frames.
+        own, inherited = _methods_in(error.__cause__)
     found = own or inherited
     if found is None:
         return None
@@ -68,6 +59,25 @@ def explained(error: Exception | SystemExit) -> MinithinkError | None:
     there = f" Its tensors there are {shapes}." if shapes else ""
     why = "it ends the program (SystemExit)" if isinstance(error, SystemExit) else reason(error).removesuffix(".")
     return MinithinkError(f"The policy {name_of(policy)} fails in {method} ({_place(frame, number)}): {why}.{there}")
+
+
+_Place = tuple[Policy, FrameType, int]  # a policy, the frame of a method of it, and the line where it was
+
+
+def _methods_in(error: BaseException) -> tuple[_Place | None, _Place | None]:
+    """The innermost method of a user's policy that was running at an error: of the user's own code, and of this
+    project's, which the policy inherits."""
+    own = None
+    inherited = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        policy = _policy_of(frame)
+        if policy is None:
+            continue
+        if not _is_ours(_module_of(frame)):
+            own = (policy, frame, number)
+        elif not _is_ours(type(policy).__module__):
+            inherited = (policy, frame, number)
+    return own, inherited
 
 
 def _policy_of(frame: FrameType) -> Policy | None:

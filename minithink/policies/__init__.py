@@ -445,7 +445,17 @@ def _make(member: _Member, option: str, tokens: Mapping[ByteSize, int]) -> Polic
     policy = cls(**values) if size is None else cls(**{**values, "budget": tokens[size]})
     check_numbers(policy)
     checks.stored(policy)
+    block = policy.storage.block
+    if block < 1 or block & (block - 1):
+        raise UsageError(f"{name}: block={block}; the tokens of a page must be a power of two.")
     return policy
+
+
+def check_member(policy: Policy) -> None:
+    """Check what a policy that is no stack says of itself, and its numbers. UsageError: something is wrong."""
+    if is_dataclass(policy):
+        check_numbers(policy)  # first: it names options, of which the attributes below may be made
+    checks.declared(policy)
 
 
 def check_numbers(policy: Policy) -> None:

@@ -1021,10 +1021,7 @@ def test_too_little_memory(
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        (
-            "tbq:block=3,layers=0,thresholds=.1/.2",
-            "tbq: Storage.block is 3, and the tokens of a page must be a",
-        ),
+        ("tbq:block=3,layers=0,thresholds=.1/.2", "tbq: block=3; the tokens of a page must be a power of two"),
         ("tbq:layers=99,thresholds=.1/.2", "layer 99 is measured, and the model has"),
     ],
 )

@@ -35,7 +35,7 @@ from minithink.kv.contract import (
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
-from minithink.kv.sizes import check_budget
+from minithink.kv.sizes import UNLIMITED, check_budget
 from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies.scored import Scored
@@ -244,7 +244,7 @@ DECLARED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative cap": ({"cap": -1}, "cap is -1, and it must be at least 0"),
     "a negative pull": ({"pull": -1}, "pull is -1, and it must be at least 0"),
     "a negative number beside": ({"beside": -1}, "beside is -1, and it must be at least 0"),
-    "slack of more than 31 bits": ({"slack": 2**31}, "slack is 2147483648, and it must be at most 1,073,741,823"),
+    "slack of more than 31 bits": ({"slack": 2**31}, "slack is 2147483648, and it must be at most 1,073,741,824"),
     "pull of more than 64 bits": ({"pull": 2**70}, "pull is 1180591620717411303424, and it must be at most"),
     "a word for capturing": ({"capturable": "no"}, "capturable is 'no', and it must be True or False"),
     "a tensor for telling": ({"tells_due": torch.zeros(2)}, "tells_due is a tensor, .*, and it must be True or"),
@@ -272,8 +272,6 @@ STORED: dict[str, tuple[dict[str, Any], str]] = {
     "a text of a buffer": ({"buffer": "x"}, "Storage.buffer is 'x', and it must be a whole number of at least 0"),
     "half a buffer": ({"buffer": 0.5}, "Storage.buffer is 0.5"),
     "a negative sink": ({"sink": -2}, "Storage.sink is -2, and it must be a whole number of at least 0"),
-    "a block of three": ({"block": 3}, "Storage.block is 3, and the tokens of a page must be a power of two"),
-    "an empty block": ({"block": 0}, "Storage.block is 0, and the tokens of a page must be a power of two"),
     "a sink of more than 64 bits": (
         {"sink": 2**70},
         "Storage.sink is 1180591620717411303424, and it must be",
@@ -358,14 +356,25 @@ def test_a_lane_has_no_more_pages_than_its_text_needs() -> None:
 
 @pytest.mark.parametrize("found", ["9", -1, 0, 2.5, float("nan"), True, [9], torch.tensor(9)])
 def test_a_promise_is_a_number_of_tokens(found: Any) -> None:
-    """Also where memory suffices, so that nobody asks for it."""
-    said = "from `promise`, which must return a whole number of tokens, at least 1, or None"
-    assert said in refused(Mine(lambda step: (), promise=lambda tokens, prompt: found))
+    policy = Mine(lambda step: (), promise=lambda tokens, prompt: found)
+    said = "^The policy mine returned .* from `promise`, which must return a whole number of tokens, at least 1, or"
+    with pytest.raises(UsageError, match=said):
+        manager_for(DECODER, policy, pages="promised")
 
 
 @pytest.mark.parametrize("found", [9, 10**9, np.int64(9), None])
 def test_a_promise_may_be_any_number_of_tokens(found: Any) -> None:
-    run(Mine(lambda step: (), promise=lambda tokens, prompt: found))
+    manager_for(DECODER, Mine(lambda step: (), promise=lambda tokens, prompt: found), pages="promised")
+
+
+@pytest.mark.parametrize("name", ["R\xa0KV", "多", None, ""])
+def test_other_names(name: Any) -> None:
+    run(Mine(lambda step: (), name=name))
+
+
+def test_a_number_without_limit() -> None:
+    """2³⁰ tokens, which no lane exceeds."""
+    run(Mine(lambda step: (), slack=UNLIMITED))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

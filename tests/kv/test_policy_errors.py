@@ -272,6 +272,20 @@ def test_the_first_argument_of_a_method_may_have_any_name(engine: Engine, error:
         generate(engine, type("Wrong", (Newest,), {"decide": decide})(budget=8))
 
 
+def test_an_error_made_of_another_is_where_it_was_raised(engine: Engine) -> None:
+    def first(self: Newest) -> int:
+        return next(iter(()))
+
+    def decide(self: Newest, step: Step) -> Iterable[Edit]:
+        try:
+            yield first(self)
+        except StopIteration as error:
+            raise ValueError("no token is left") from error
+
+    with pytest.raises(MinithinkError, match=r"^The policy Wrong fails in `decide` \(.*\): no token is left\."):
+        generate(engine, type("Wrong", (Newest,), {"decide": decide})(budget=8))
+
+
 def test_a_method_of_the_policys_own_is_named_before_one_that_it_inherits(engine: Engine) -> None:
     def decide(self: Newest, step: Step) -> Iterable[Edit]:
         yield from Newest.decide(self, step)

@@ -44,7 +44,7 @@ def test_one_type_halves(text: str, kept: tuple[int, ...]) -> None:
         ("thinkv:budget=64,retention=4/-1", "must descend"),
         ("thinkv:budget=64,g=0", "g=0"),
         ("thinkv:budget=64,g=24,tau=48", "thinkv: g=24: .*group=24.*a group has 16, 32, 64, 128"),
-        ("tbe:budget=64,block=6", "tbe: Storage.block is 6, .*a power of two"),
+        ("tbe:budget=64,block=6", "tbe: block=6; .*a power of two"),
         ("thinkv:budget=64,sparsity_rows=1025", "sparsity_rows=1025; .*: choose at most 1,024"),
         ("thinkv:budget=64,layers=1/2", "layers=1/2 without thresholds: they belong together"),
         ("tbq:thresholds=0.1/0.2", "tbq: thresholds=0.1/0.2 without layers: they belong together"),

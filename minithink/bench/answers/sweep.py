@@ -38,7 +38,7 @@ from minithink.checkpoint.weights import checkpoint_hash, resolve
 from minithink.cli.commands import location, positive
 from minithink.config import ModelConfig
 from minithink.engine import DTYPES, TINY, device_of
-from minithink.errors import NON_FINITE, MinithinkError, UsageError, counted, escaped, quoted
+from minithink.errors import NON_FINITE, MinithinkError, UsageError, alternatives, counted, escaped, quoted
 from minithink.evaluate import counts, journal, plots, runner
 from minithink.evaluate.datasets import hash_of, load_dataset
 from minithink.evaluate.job import Job
@@ -120,9 +120,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--policies",
+        type=lambda text: text.split(","),
         metavar="NAME,NAME,…",
-        help="only policies of these names, whatever their options, and the full cache; NAM* fits all names that "
-        "begin so (default: all)",
+        help="only policies of these names, alone or in a stack, whatever their options, and the full cache; NAM* "
+        "fits all names that begin so (default: all)",
     )
     add(
         "--plot",
@@ -170,9 +171,12 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(
                 f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
             )
-    for pattern in patterns(args):
-        if not any(is_named(text, [pattern]) for text in policies_of(chosen.values())):
-            raise UsageError(f"{' and '.join(chosen)}: no policy is named {quoted(pattern)}: see --policies.")
+    names = sorted({name for text in policies_of(chosen.values()) for name in names_in(text)})
+    for pattern in args.policies or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"{' and '.join(chosen)}: no policy is named {quoted(pattern)}; {alternatives(pattern, names)}."
+            )
     if args.gpus is not None and args.device not in ("auto", "cuda"):
         raise UsageError(f"--gpus chooses the GPUs, and --device is {args.device}: leave one of the two out.")
     if args.gpus is not None and args.gpus > args.processes:
@@ -234,6 +238,8 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
     """The keys of a comparison, by family, then by policy and budget. args: None: as the documents show it."""
     if args is not None and args.needed:
         sweep = replace(sweep, needed=True)
+    if args is not None and args.policies is not None:
+        sweep = replace(sweep, policies=tuple(text for text in sweep.policies if is_named(text, args.policies)))
     names = datasets_of(sweep, args)
     folder = TINY if args is None or args.model == "tiny" else resolve(args.model)
     elsewhere = sweep.checkpoint and (args is None or args.plot_only)
@@ -253,22 +259,18 @@ def wanted_of(sweep: Sweep, args: argparse.Namespace | None = None) -> list[Want
 
 def is_asked_for(cell: Cell, args: argparse.Namespace | None) -> bool:
     """Whether the options leave a cell in."""
-    if args is None:
-        return True
-    in_budgets = args.budgets is None or cell.budget is None or cell.budget in args.budgets
-    named = args.policies is None or cell.policy == FULL or is_named(cell.policy, patterns(args))
-    return in_budgets and named
-
-
-def patterns(args: argparse.Namespace) -> list[str]:
-    """The names that --policies lists."""
-    return [] if args.policies is None else args.policies.split(",")
+    chosen = None if args is None else args.budgets
+    return chosen is None or cell.budget is None or cell.budget in chosen
 
 
 def is_named(text: str, wanted: Sequence[str]) -> bool:
     """Whether a policy, or a member of a stack, has one of these names, in which * fits anything."""
-    names = [member.name for member in Spec(text).written.members]
-    return any(fnmatchcase(name, pattern) for name in names for pattern in wanted)
+    return any(fnmatchcase(name, pattern) for name in names_in(text) for pattern in wanted)
+
+
+def names_in(text: str) -> list[str]:
+    """The names of a policy, or of the members of a stack."""
+    return [member.name for member in Spec(text).written.members]
 
 
 def datasets_of(sweep: Sweep, args: argparse.Namespace | None = None) -> Sequence[str]:

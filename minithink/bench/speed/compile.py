@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
     # Processes that begin anew: what this one has loaded need not survive a fork.
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
-            with _interrupts_held():
+            with _signals_later():  # and not before the pool is made: its tracker of resources lets signals through
                 results = pool.map(check, *zip(*pairs, strict=True))  # starts them
             for said, errors, spills in results:
                 print(said, flush=True)
@@ -107,14 +107,26 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold back SIGINT. A process that is started meanwhile never gets it, not even while it loads its modules.
-    Ctrl-C is for this one, which gets it afterwards."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _signals_later() -> Iterator[None]:
+    """Answer signals that end the program afterwards: a process that is half started would be left behind.
+
+    A process that is started meanwhile never gets SIGINT, not even while it loads its modules: Ctrl-C is for this
+    one.
+    """
+    came = list[int]()
+    handlers = dict[int, Any]()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # else processes inherit that it is ignored
+            handlers[number] = signal.signal(number, lambda number, frame: came.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # processes inherit it
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for changed, handler in handlers.items():
+            signal.signal(changed, handler)
+        for arrived in came:
+            signal.raise_signal(arrived)
 
 
 def check(name: str, arch: int) -> tuple[str, list[str], list[str]]:

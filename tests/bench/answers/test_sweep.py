@@ -398,7 +398,7 @@ def test_some_policies_alone(
         (["--budgets", "0.3"], "snapkv: there is no budget of 30 %; give some of 0.5"),
         (["--plot", "pictures", "--budgets", "0.5"], "--plot draws all of a comparison: leave --budgets out"),
         (["--plot", "pictures", "--policies", "window"], "--plot draws all of a comparison: leave --policies out"),
-        (["--policies", "window,windo"], "snapkv: no policy is named 'windo': see --policies"),
+        (["--policies", "window,windo"], "snapkv: no policy is named 'windo'; did you mean window?"),
         (["--gpus", "1"], "--gpus chooses the GPUs, and --device is cpu: leave one of the two out"),
         (["--device", "cuda", "--gpus", "2"], "--gpus is 2 and --processes 1: give a process or more for each GPU"),
     ],
