@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from minithink.kernels._common import INTERPRETED
-from tests.interpreter import _Once
+from tests.interpreter import _Once, _Types
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here")
 
@@ -72,3 +72,22 @@ def test_no_operation_is_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None
     _multiply[(1,)](out, 3)
     assert out.item() == 3 * 2**30 - 2**32
     assert products == {"int32": 1}
+
+
+def test_the_type_of_numpy_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    types = interpreter._get_np_dtype
+    assert isinstance(types, _Types)
+    numbers = [tl.int1, tl.int8, tl.uint16, tl.int32, tl.uint64, tl.float16, tl.bfloat16, tl.float32, tl.float8e4nv]
+    pointers = [tl.pointer_type(tl.int8), tl.pointer_type(tl.float32)]
+    kinds = [
+        *numbers,
+        *pointers,
+        *(tl.block_type(kind, [4, size]) for kind in (*numbers, *pointers) for size in (2, 8)),
+    ]
+    right = [types.look_up(kind) for kind in kinds]
+    anew = _Types(types.look_up)
+    looks = Counter[str]()
+    monkeypatch.setattr(anew, "look_up", lambda kind: looks.update([kind.name]) or types.look_up(kind))
+    for _ in range(2):
+        assert [anew(kind) for kind in kinds] == right
+    assert all(looks[kind.name] == 1 for kind in numbers)
