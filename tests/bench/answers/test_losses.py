@@ -92,7 +92,9 @@ def test_keys_name_the_texts() -> None:
     one = sweep.SWEEPS[NAME]
     everything = sweep.wanted_of(one)
     assert {key["dataset"] for key in everything} == {REFERENCE, "texts"}
-    args = argparse.Namespace(model="tiny", texts=None, limit=None, plot_only=False, budgets=None, needed=False)
+    args = argparse.Namespace(
+        model="tiny", texts=None, limit=None, plot_only=False, budgets=None, policies=None, needed=False
+    )
     some = sweep.wanted_of(one, args)
     assert some == [key for key in everything if key["dataset"] == REFERENCE]
     args.texts = Path("anywhere")

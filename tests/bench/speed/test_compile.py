@@ -142,7 +142,6 @@ import time
 from pathlib import Path
 
 if __name__ != "__main__":
-    print("loading", flush=True)
     Path(f"{os.getpid()} loading.began").touch()
     time.sleep(600)
 """
@@ -196,12 +195,10 @@ def test_a_signal_while_processes_are_started(name: str, code: int, tmp_path: Pa
     assert not out
 
 
-@pytest.mark.parametrize(
-    ("script", "line"), [(ENDLESS, "draw sm_90"), (LOADING + ENDLESS, "loading")], ids=["compiling", "loading"]
-)
+@pytest.mark.parametrize("script", [ENDLESS, LOADING + ENDLESS], ids=["compiling", "loading"])
 @pytest.mark.parametrize(("number", "to_all", "code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
 def test_a_signal_ends_all_processes_at_once(
-    number: int, to_all: bool, code: int, script: str, line: str, tmp_path: Path
+    number: int, to_all: bool, code: int, script: str, tmp_path: Path
 ) -> None:
     """A terminal sends Ctrl-C to all processes. SIGTERM reaches the first one alone. Both may come while processes
     still load their modules."""
@@ -220,7 +217,8 @@ def test_a_signal_ends_all_processes_at_once(
     )
     try:
         assert run.stdout is not None
-        assert run.stdout.readline() == f"{line}\n"
+        if script == ENDLESS:
+            assert run.stdout.readline() == "draw sm_90\n"
         late = time.monotonic() + 120
         while len(list(tmp_path.glob("*.began"))) < 3 and time.monotonic() < late:
             time.sleep(0.1)
@@ -236,7 +234,7 @@ def test_a_signal_ends_all_processes_at_once(
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     assert run.returncode == code
-    assert not out.replace("loading\n", "")
+    assert not out
     assert errors.strip().startswith("minithink.bench: interrupted")
     assert "Traceback" not in errors
 
