@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +168,18 @@ util.spawnv_passfds = with_a_signal
 """
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_while_processes_are_started(name: str, code: int, tmp_path: Path) -> None:
-    """It ends all of them, also where a library has begun a thread, to which the system may hand a signal."""
-    path = tmp_path / "endless.py"
-    path.write_text(STARTING.replace("NAME", name) + ENDLESS)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
+@contextmanager
+def running(script: str, folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script in a session of its own, as in a terminal. Whatever of it is left in the end is killed.
+
+    Without OMP_NUM_THREADS libraries begin threads, to which the system may hand a signal.
+    """
+    path = folder / "endless.py"
+    path.write_text(script)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     run = subprocess.Popen(
         [sys.executable, str(path)],
-        cwd=tmp_path,
+        cwd=folder,
         env=environment | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(Path(compile_.__file__).parents[3])},
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
@@ -185,14 +188,26 @@ def test_a_signal_while_processes_are_started(name: str, code: int, tmp_path: Pa
         text=True,
     )
     try:
-        out, errors = run.communicate(timeout=120)  # the ends of its pipes are closed when all processes have ended
+        yield run
     finally:
         with suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
+
+
+def assert_interrupted(run: subprocess.Popen[str], code: int) -> None:
+    """It has ended in one sentence, and all its processes with it: they hold its pipes open."""
+    out, errors = run.communicate(timeout=120)
     assert run.returncode == code
+    assert not out
     assert errors.strip().startswith("minithink.bench: interrupted")
     assert "Traceback" not in errors
-    assert not out
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_processes_are_started(name: str, code: int, tmp_path: Path) -> None:
+    """It ends all of them, also the one that is half started."""
+    with running(STARTING.replace("NAME", name) + ENDLESS, tmp_path) as run:
+        assert_interrupted(run, code)
 
 
 @pytest.mark.parametrize("script", [ENDLESS, LOADING + ENDLESS], ids=["compiling", "loading"])
@@ -202,20 +217,7 @@ def test_a_signal_ends_all_processes_at_once(
 ) -> None:
     """A terminal sends Ctrl-C to all processes. SIGTERM reaches the first one alone. Both may come while processes
     still load their modules."""
-    path = tmp_path / "endless.py"
-    path.write_text(script)
-    root = Path(compile_.__file__).parents[3]
-    run = subprocess.Popen(
-        [sys.executable, str(path)],
-        cwd=tmp_path,
-        env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": str(root)},
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job ignores it
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with running(script, tmp_path) as run:
         assert run.stdout is not None
         if script == ENDLESS:
             assert run.stdout.readline() == "draw sm_90\n"
@@ -229,14 +231,7 @@ def test_a_signal_ends_all_processes_at_once(
                 os.kill(int(file.name.split()[0]), number)
             time.sleep(1)  # what they would print must come before the first one ends them
         os.kill(run.pid, number)
-        out, errors = run.communicate(timeout=60)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
-    assert run.returncode == code
-    assert not out
-    assert errors.strip().startswith("minithink.bench: interrupted")
-    assert "Traceback" not in errors
+        assert_interrupted(run, code)
 
 
 def test_without_triton_it_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
