@@ -15,10 +15,9 @@ from torch import Tensor
 
 from minithink.kv import checks
 from minithink.kv.batch import Batch
-from minithink.kv.contract import Demand, See
+from minithink.kv.contract import UNLIMITED, Demand, See
 from minithink.kv.parts import Parts
 from minithink.kv.reading import Reading
-from minithink.kv.sizes import UNLIMITED
 from minithink.ref.decode_attention import decode_probabilities, group_reduce
 
 

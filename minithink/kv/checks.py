@@ -19,6 +19,7 @@ from torch import Tensor
 from minithink.errors import UsageError, quoted
 from minithink.kv.contract import (
     SCOPES,
+    UNLIMITED,
     Demand,
     Edit,
     Evict,
@@ -56,7 +57,6 @@ METHODS = (  # of `Policy`: managers and engines call them
 ACTIONS = ("bind", "setup", "reset", "watch", "listen", "listen_prompt")  # of them, those that return nothing
 SWITCHES = ("capturable", "tells_due", "opens", "protect_prompt", "exempt_answer", "alike", "listens")
 PARAMETERS = {name: [*inspect.signature(getattr(Policy, name)).parameters][1:] for name in METHODS}  # without self
-MOST_TOKENS = 2**30  # no lane holds more: `sizes.UNLIMITED`
 EXAMPLE_OF_PEAKS = '[[("plain", 300)]]'
 
 
@@ -98,7 +98,7 @@ def demanded(policy: Policy, layers: int | None = None) -> None:
     Raises:
         UsageError: a demand is not what the contract asks for, or is about a layer that the model does not have.
     """
-    if not isinstance(policy.demands, Sequence) or isinstance(policy.demands, str):
+    if not _is_list(policy.demands):
         raise _wrong(policy, "demands", policy.demands, "it must be a tuple, as in (Demand(See.MASS),)")
     for demand in policy.demands:
         if not isinstance(demand, Demand):
@@ -180,8 +180,8 @@ def stored(policy: Policy) -> None:
         number = getattr(storage, name)
         if not is_whole(number) or number < 0:
             raise _wrong(policy, f"Storage.{name}", number, "it must be a whole number of at least 0")
-        if number > MOST_TOKENS:
-            raise _wrong(policy, f"Storage.{name}", number, f"it must be at most {MOST_TOKENS:,}")
+        if number > UNLIMITED:
+            raise _wrong(policy, f"Storage.{name}", number, f"it must be at most {UNLIMITED:,}")
     if storage.prompt >= types:
         raise _wrong(policy, "Storage.prompt", storage.prompt, f"the storage has {types} thought types, from 0")
     for name in ("lag", "shrink"):
@@ -202,8 +202,8 @@ def _check_tokens(policy: Policy, name: str) -> None:
         return
     if number < 0:
         raise _wrong(policy, name, number, "it must be at least 0")
-    if number > MOST_TOKENS:
-        raise _wrong(policy, name, number, f"it must be at most {MOST_TOKENS:,}")
+    if number > UNLIMITED:
+        raise _wrong(policy, name, number, f"it must be at most {UNLIMITED:,}")
 
 
 def _check_word(policy: Policy, name: str, word: Any, known: Sequence[str]) -> None:

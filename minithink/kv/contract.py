@@ -64,6 +64,7 @@ Scope = Literal["head", "layer", "sequence"]
 SCOPES: tuple[Scope, ...] = ("head", "layer", "sequence")  # finest first
 BUFFER = 255  # the format index of tokens that wait in full precision (`Storage.buffer`)
 GROUPS = ("sum", "mean", "max", "max_logit", "none")
+UNLIMITED = 2**30  # tokens: no lane exceeds such a budget
 
 
 @dataclass(frozen=True)

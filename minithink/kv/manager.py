@@ -96,7 +96,7 @@ from minithink.errors import MinithinkError
 from minithink.kv import checks
 from minithink.kv.attend import DecodePass
 from minithink.kv.batch import Batch
-from minithink.kv.contract import Demand, Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, Shape
+from minithink.kv.contract import UNLIMITED, Demand, Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, Shape
 from minithink.kv.ledger import Accounts, Ledger, Told
 from minithink.kv.observe import Observations
 from minithink.kv.parts import Parts
@@ -104,7 +104,7 @@ from minithink.kv.prompts import PromptPass
 from minithink.kv.recorder import Recorder
 from minithink.kv.requantize import Moves
 from minithink.kv.sequences import Sequences
-from minithink.kv.sizes import UNLIMITED, check_budget, needs, promised_pages
+from minithink.kv.sizes import check_budget, needs, promised_pages
 from minithink.kv.stack import listeners, members
 from minithink.kv.store import SAME, PagedStore
 from minithink.kv.view import View

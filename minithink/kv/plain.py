@@ -63,6 +63,7 @@ from minithink.backend import REFERENCE, Backend
 from minithink.config import ModelConfig
 from minithink.kv import checks
 from minithink.kv.contract import (
+    UNLIMITED,
     Demand,
     Edit,
     Evict,
@@ -75,7 +76,7 @@ from minithink.kv.contract import (
 )
 from minithink.kv.lanes import FIRST_COLUMNS, Lanes
 from minithink.kv.ledger import Ledger, Told
-from minithink.kv.sizes import UNLIMITED, check_budget
+from minithink.kv.sizes import check_budget
 from minithink.kv.stack import listeners, members
 from minithink.kv.step import ShownStep
 from minithink.model import Rope

@@ -11,13 +11,11 @@ from minithink.config import ModelConfig
 from minithink.errors import UsageError, quoted
 from minithink.kv import checks
 from minithink.kv.byte_size import ByteSize
-from minithink.kv.contract import Policy, Storage, kept, name_of
+from minithink.kv.contract import UNLIMITED, Policy, Storage, kept, name_of
 from minithink.kv.pages import layouts
 from minithink.kv.schedule import Schedule
 from minithink.kv.stack import members
 from minithink.quant import parse_pair
-
-UNLIMITED = 2**30  # tokens: no lane exceeds such a budget
 
 
 def check_budget(policy: Policy, prompt: int, budget: int | None = None) -> None:

@@ -23,9 +23,8 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, name_of
+from minithink.kv.contract import UNLIMITED, Edit, Evict, OpenSegment, Policy, Requantize, SetBudget, name_of
 from minithink.kv.manager import KVManager
-from minithink.kv.sizes import UNLIMITED
 from minithink.kv.stack import members
 from minithink.kv.view import View
 from minithink.text.tokenizer import TextStream, Tokenizer

@@ -21,6 +21,7 @@ from torch import Tensor
 from minithink.errors import MinithinkError, UsageError
 from minithink.kv.checks import declared, yielded
 from minithink.kv.contract import (
+    UNLIMITED,
     Demand,
     Evict,
     OpenSegment,
@@ -35,7 +36,7 @@ from minithink.kv.contract import (
 from minithink.kv.manager import KVManager
 from minithink.kv.plain import PlainCache
 from minithink.kv.policy_errors import explaining
-from minithink.kv.sizes import UNLIMITED, check_budget
+from minithink.kv.sizes import check_budget
 from minithink.kv.stack import Stack
 from minithink.model import Rope
 from minithink.policies.scored import Scored

@@ -15,9 +15,19 @@ from hypothesis import strategies as st
 import minithink.trace.recorder as recorder_module
 from minithink.engine import Engine
 from minithink.errors import MinithinkError
-from minithink.kv.contract import Edit, Evict, OpenSegment, Policy, Requantize, Scope, SetBudget, Step, Storage
+from minithink.kv.contract import (
+    UNLIMITED,
+    Edit,
+    Evict,
+    OpenSegment,
+    Policy,
+    Requantize,
+    Scope,
+    SetBudget,
+    Step,
+    Storage,
+)
 from minithink.kv.manager import KVManager
-from minithink.kv.sizes import UNLIMITED
 from minithink.kv.stack import Stack
 from minithink.kv.store import PagedStore
 from minithink.model import Decoder, Rope

@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--policies",
-        type=lambda text: text.split(","),
+        type=lambda text: [part.strip() for part in text.split(",")],
         metavar="NAME,NAME,…",
         help="only policies of these names, alone or in a stack, whatever their options, and the full cache; NAM* "
         "fits all names that begin so (default: all)",
@@ -171,9 +171,10 @@ def run(args: argparse.Namespace, argv: list[str]) -> int:
             raise UsageError(
                 f"{' and '.join(chosen)}: there is no budget of {budget_text(budget)}; {budgets_said(known)}."
             )
-    names = sorted({name for text in policies_of(chosen.values()) for name in names_in(text)})
     for pattern in args.policies or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
+        texts = policies_of(chosen.values())
+        if not any(is_named(text, [pattern]) for text in texts):
+            names = sorted({name for text in texts for name in names_in(text)})
             raise UsageError(
                 f"{' and '.join(chosen)}: no policy is named {quoted(pattern)}; {alternatives(pattern, names)}."
             )
