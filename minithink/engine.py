@@ -54,7 +54,7 @@ MAX_SEQUENCES = 1_000_000  # of one call
 MAX_BATCH = 32  # sequences at once, if the caller gives no batch_size
 CACHES = ("auto", "paged", "plain")
 PROMPT_TOKENS = 32  # of a text whose loss is taken, if the caller does not say
-OPEN_ENDED = 0.8  # share of the free memory for keys and values, if the caller does not limit the tokens
+ROOM = 0.8  # share of the free memory for keys and values; a step computes in the rest
 
 Prompt = str | Sequence[int]
 
@@ -688,14 +688,14 @@ class Engine:
         rows = min(batch_size or MAX_BATCH, len(sequences))
         sizes = [max(len(s.prompt) + s.limit for s in sequences)] * rows
         prompt = max(len(s.prompt) for s in sequences)
-        return self._bytes_for(policy, True, rows, sizes, prompt) <= OPEN_ENDED * free
+        return self._bytes_for(policy, True, rows, sizes, prompt) <= ROOM * free
 
     def _cap(self, sequences: list[Track], batch_size: int | None, policy: Policy | None, plain: bool) -> None:
-        """Limit sequences to the tokens that fit into OPEN_ENDED of the memory, if the caller has given no limit."""
+        """Limit sequences to the tokens that fit into ROOM of the memory, if the caller has given no limit."""
         free = memory.free_bytes(self.device)
         if free is None:
             return
-        share = int(OPEN_ENDED * free)
+        share = int(ROOM * free)
         rows = min(batch_size or 1, len(sequences))
         prompt = max(len(s.prompt) for s in sequences)
 
@@ -729,8 +729,8 @@ class Engine:
             shares: whether more rows may share the pool than it has room for at worst (`_shares_pages`).
 
         Returns:
-            The rows, and the pages of their pool, as of KVManager: those of the worst case, unless only what the
-            policy promises fits into the memory.
+            The rows, and the pages of their pool, as of KVManager: those of the worst case, unless they leave less
+            than 1 − ROOM of the memory and what the policy promises leaves that much.
 
         Raises:
             MinithinkError: the keys and values would not fit.
@@ -747,14 +747,18 @@ class Engine:
         def needed(rows: int, pages: PoolSize = None) -> int:
             return self._bytes_for(policy, plain, rows, sizes, prompt, pages)
 
+        def most_rows(memory: int, pages: PoolSize = None) -> int:
+            return bisect.bisect_right(range(1, at_once + 1), memory, key=partial(needed, pages=pages))
+
         pages: PoolSize = None
-        fitting = bisect.bisect_right(range(1, at_once + 1), free, key=needed)
-        if fitting < at_once and shares:
-            promised = partial(needed, pages="promised")
-            more = bisect.bisect_right(range(1, at_once + 1), free, key=promised)
-            if more > fitting:
+        fitting = most_rows(free)
+        if shares:
+            # A pool for the worst case that takes nearly all memory leaves none for what a step computes.
+            share = int(ROOM * free)
+            promised = most_rows(share, "promised")
+            if promised > fitting or (promised == fitting > 0 and needed(fitting) > share):
                 pages = "promised"
-                fitting = more
+                fitting = promised
         if fitting == at_once or (fitting and batch_size is None):
             return fitting, pages
         fixes = [f"--batch-size {fitting}"] if fitting else []

@@ -763,7 +763,7 @@ def test_without_a_limit_a_policy_takes_what_fits_and_no_more(
     def needed(n: int) -> int:
         return bytes_for(engine.config, parse("quant:fmt=int8"), torch.float32, rows=2, tokens=n, prompt=20)
 
-    monkeypatch.setattr("minithink.engine.OPEN_ENDED", 0.5)
+    monkeypatch.setattr("minithink.engine.ROOM", 0.5)
     for spare in (0, 1):
         free = 2 * (needed(tokens) - spare)
         room = max(n for n in range(20, CONTEXT + 1) if 2 * needed(n) <= free)

@@ -5,6 +5,7 @@ To run it alone: pytest tests/test_preemption.py
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,7 @@ import minithink.evaluate.meter as meter_module
 import minithink.evaluate.recall as recall_module
 import minithink.loop as loop_module
 import minithink.stream as stream_module
-from minithink.engine import Engine
+from minithink.engine import ROOM, Engine
 from minithink.evaluate.meter import Seconds, meter
 from minithink.evaluate.recall import Recall
 from minithink.kv.manager import KVManager, bytes_for
@@ -425,14 +426,14 @@ def test_a_batch_is_as_large_as_policies_promise(
 
     assert needed(5, "promised") < needed(5)
     assert needed(1, "promised") == needed(1), "one sequence always ends"
-    free = [needed(5, "promised")]
+    free = [math.ceil(needed(5, "promised") / ROOM)]
     monkeypatch.setattr("minithink.checkpoint.memory.free_bytes", lambda device: free[0])
     stream = engine.stream(prompts, **options)
     cache = stream.cache
     assert isinstance(cache, KVManager)
     assert cache.scarce
     assert stream.batch_size == 5
-    assert cache.reserved_bytes() == free[0]
+    assert cache.reserved_bytes() == needed(5, "promised")
     for _ in stream.steps():
         pass
     assert any(s.again for s in stream.sequences)
@@ -445,4 +446,6 @@ def test_a_batch_is_as_large_as_policies_promise(
     assert engine.stream(prompts, recorder=SimpleNamespace(), **options).batch_size < 5  # type: ignore[arg-type]
     assert engine.stream(prompts, fixed=True, **options).batch_size < 5, "each has a cache of its own"
     free[0] = needed(6)
+    assert engine.stream(prompts, **options).cache.scarce, "a step needs memory, too"  # type: ignore[union-attr]
+    free[0] = math.ceil(needed(6) / ROOM)
     assert not engine.stream(prompts, **options).cache.scarce  # type: ignore[union-attr]
