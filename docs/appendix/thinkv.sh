@@ -25,6 +25,13 @@ differences main thinkv thinkv --budgets 0.75 --at 0.25
 differences precision thinkv:precision=R4E4T4 thinkv:precision=R4E4T4 --budgets 0.75 --at 0.25
 differences main thinkv tbq --budgets 0.5
 
+# Other ways to use few bits
+differences combined quant:fmt=tq2 thinkv --at 0.5
+differences combined random_attention:buffer=16+quant:fmt=nvfp4 thinkv --budgets 0.25
+differences combined rkv:buffer=16,lam=0.3,protect_prompt=true+quant:fmt=tq4 thinkv --budgets 0.25
+differences combined rkv:buffer=16,lam=0.3,protect_prompt=true+quant:fmt=tq4 thinkv --checkpoint 6703513649b7e356 --budgets 0.25
+differences main thinkv kivi --budgets 0.75
+
 # Other settings
 differences types thinkv:types=1 thinkv:precision=R4E4T4 --other-in precision
 differences types thinkv:types=2 thinkv:precision=R4E4T4 --other-in precision

@@ -36,7 +36,7 @@ from minithink.cli.commands import location, positive
 from minithink.errors import MinithinkError, UsageError
 from minithink.evaluate.paired import difference, holm, mcnemar
 from minithink.evaluate.plan import budgets
-from minithink.evaluate.rank_correlation import correlation_difference, interval, spearman
+from minithink.evaluate.rank_correlation import FEWEST, correlation_difference, interval, spearman
 from minithink.evaluate.summary import FULL, budget_text
 from minithink.results.figures import drawing, need_matplotlib
 from minithink.results.pooled import need
@@ -346,11 +346,11 @@ def shared(orders: Sequence[Values], ranked: Sequence[str], budget: float) -> Sh
 def correlations(
     first: tuple[str, str], x: Values, second: tuple[str, str], y: Values, ranked: Sequence[str]
 ) -> list[Row]:
-    """A row for each budget that both have."""
+    """A row for each budget at which both have enough policies for an interval."""
     rows = list[Row]()
     for budget in sorted({budget for own in x.values() for _, budget in own if budget is not None}):
         both = shared([x, y], ranked, budget)
-        if not both.policies:
+        if len(both.policies) < FEWEST:
             continue
         mine = both.of(x, budget)
         theirs = both.of(y, budget)

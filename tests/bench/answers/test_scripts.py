@@ -25,8 +25,7 @@ from minithink.results import origin
 
 DOCS = origin.ROOT / "docs"
 SCRIPTS = sorted((DOCS / "appendix").glob("*.sh"))
-# ThinKV's runs are of an earlier order of averaging, and its page quotes them as they were.
-PAGES = [page for page in (*sorted(DOCS.glob("*.md")), origin.ROOT / "README.md") if page.name != "thinkv.md"]
+PAGES = [*sorted(DOCS.glob("*.md")), origin.ROOT / "README.md"]
 CALL = "python -m minithink.bench differences"
 TABLE = re.compile(r"^<!-- table:\S+ -->$.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
