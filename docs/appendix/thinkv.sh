@@ -10,7 +10,7 @@ RANDOM_ATTENTION=random_attention:buffer=16
 differences main thinkv $RKV --other-in main main-few --budgets 0.125 --at 0.03125
 differences main thinkv $RKV --other-in main main-few --budgets 0.25 --at 0.03125
 differences main thinkv $RKV --other-in main main-few --budgets 0.5 --at 0.03125,0.03125,0.125
-differences main thinkv $RKV --other-in main main-few --budgets 0.75 --at 0.03125,0.0625,0.125
+differences main thinkv $RKV --other-in main main-few --budgets 0.75 --at 0.0625,0.03125,0.25
 
 # Equal budgets
 differences main thinkv $RANDOM_ATTENTION
