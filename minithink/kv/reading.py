@@ -164,7 +164,8 @@ class Reading:
         width = place.shape[-1]
         rank = first[..., i, None] + torch.arange(n, device=place.device)
         there = rank < first[..., i + 1, None]
-        rank = rank.clamp(max=width - 1)
+        last = first[..., -1:] - 1
+        rank = torch.minimum(rank, last).clamp(min=0)  # what is behind the last token was never written
         own = place.gather(-1, rank)
         columns = torch.where(there, column.gather(-1, rank), width).long()
         if f == BUFFER:
